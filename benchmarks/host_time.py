@@ -159,7 +159,7 @@ def engine_figures(job: Job) -> dict[str, float]:
             bound.append(BoundPlan(plan, handles, dist.new_group(plan.ranks), None, groups))
         settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.5, 1.0))
         schedule = RankSchedule.build(plans, rank)
-        engine = Engine(bound, schedule, settings, rank=rank, device=device)
+        engine = Engine(bound, schedule, settings, device=device)
         launches = Launches()
         replace_arithmetic(launches)
         # Fake process groups copy messages to oneself, and so touch the memory.
@@ -229,9 +229,8 @@ class NoEngine:
             if each.param._local_tensor.numel()
         ]
 
-    def reserve(self, others: Any = None) -> list[str]:
-        """Return nothing."""
-        return []
+    def reserve(self, others: Any = None) -> None:
+        """Reserve nothing."""
 
     def forget(self) -> None:
         """Drop nothing."""

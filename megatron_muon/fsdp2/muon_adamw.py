@@ -253,12 +253,12 @@ class MuonAdamW(torch.optim.Optimizer):
         refuse_grad_scaler(self)
         muon = self._plan()
 
-        @in_range("elementwise")
         def step_others() -> None:
             """Step AdamW's and Lion's parameters."""
-            for other in others:
-                with _state_of_empty_shards(other):
-                    other.step()
+            with in_range("elementwise"):
+                for other in others:
+                    with _state_of_empty_shards(other):
+                        other.step()
 
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)

@@ -103,7 +103,8 @@ def build_megatron_fsdp_emerging_optimizer(
     groups_by_child = _parameter_groups(config, model_chunks, config_overrides)
     children = _ChildBuilder(config, model_chunks, pg_collection)
     if config.optimizer != "lion":
-        children.read_tensor_shards(groups_by_child, fqns)
+        problems = children.find_tensor_shards(groups_by_child, fqns)
+        raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
     _log_routing(config, groups_by_child, fqns)
     if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
         log_single_rank(
@@ -204,10 +205,10 @@ class _ChildBuilder:
         self._instance_id = dist.get_rank(pg_collection.inter_dist_opt) if has_instances else 0
         self._tensor_shards: dict[torch.Tensor, PlannedParameter] = {}
 
-    def read_tensor_shards(
+    def find_tensor_shards(
         self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
-    ) -> None:
-        """Read the row sharding of Muon's parameters, or raise on all ranks together."""
+    ) -> list[str]:
+        """Find the row sharding of Muon's parameters, and list errors, a sentence each."""
         problems = environment_problems()
         params = [
             param
@@ -223,7 +224,7 @@ class _ChildBuilder:
             # Ranks have different parameters.
             except ValueError as error:
                 problems.append(f"{fqns[param]}: {error}")
-        raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
+        return problems
 
     def build(
         self, name: str, is_expert: bool, param_groups: list[dict[str, Any]]

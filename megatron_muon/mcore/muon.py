@@ -274,13 +274,13 @@ class TensorParallelMoments(SecondMoments):
     def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
         return self._muon.tensor_shards[each.param].view.shape
 
-    def _place(self, param: torch.Tensor, of_param: dict[str, Any]) -> None:
-        if any(name.startswith("moment2_") for name in of_param):
+    def _place(self, param: torch.Tensor, values: dict[str, Any]) -> None:
+        if any(name.startswith("moment2_") for name in values):
             return
         moments, index = self._places[param]
         numbers = local_tensor(self._views[param])
         if isinstance(self.method, Namo):
-            of_param[self._key(KEY, param)] = numbers
+            values[self._key(KEY, param)] = numbers
             return
         # Of q, k and v some may be wide and others tall: a parameter can have both states. Ranks
         # with empty shards have them too, as a save needs equal keys on all ranks.
@@ -288,10 +288,10 @@ class TensorParallelMoments(SecondMoments):
         num_rows = sum(rows for rows, cols in blocks if rows >= cols)
         if num_rows:
             is_joined = self._muon.is_joined(param)
-            of_param["moment2_rows"] = _rows_like(param, is_joined=is_joined)
+            values["moment2_rows"] = _rows_like(param, is_joined=is_joined)
         if num_rows < len(numbers):
             wide = numbers[num_rows:].view(-1, blocks[0][1])
-            of_param[self._key("moment2_cols", param)] = wide
+            values[self._key("moment2_cols", param)] = wide
 
     def _key(self, name: str, param: Any) -> str:
         """Return the name of a state that is the same on all ranks that hold a block.
@@ -318,7 +318,7 @@ class TensorParallelMoments(SecondMoments):
             found[moments][numbers] = own
         for moments, values in found.items():
             # Ranks that hold the same rows have the same moments, which are not negative.
-            moments.combine(values, dist.ReduceOp.MAX)
+            moments.all_reduce(values, dist.ReduceOp.MAX)
 
     def _shared(
         self, state: Mapping[torch.Tensor, Mapping[str, Any]]

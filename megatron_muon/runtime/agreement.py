@@ -1,23 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups, whose ranks compare what they know before they act on it, and fail together.
+"""Process groups, and checks by which all ranks of a group go on or raise together.
 
 A process without a process group is a job of one rank.
 """
 
-import datetime
 import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-# Of a step whose predecessor failed between its first change and its end.
+# Refuses a step after one that failed between its first change and its end.
 INTERRUPTED = (
     "step: expected the last one to have ended, got an error while it changed weights and state. "
     "Load a checkpoint, weights and optimizer"
@@ -38,6 +38,16 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[
     return values
 
 
+@contextmanager
+def capture_error(errors: list[Exception]) -> Iterator[None]:
+    """Append an exception of the body to a list, for :func:`raise_where_any_rank_fails`."""
+    try:
+        yield
+    # Any exception: other ranks would wait for this one, and compilers of kernels raise their own.
+    except Exception as error:
+        errors.append(error)
+
+
 def raise_where_any_rank_fails(
     problems: Sequence[str],
     group: dist.ProcessGroup | None,
@@ -46,6 +56,7 @@ def raise_where_any_rank_fails(
     *,
     suspects: torch.Tensor | None = None,
     explain: Callable[[], Sequence[str]] = list,
+    cause: Exception | None = None,
 ) -> None:
     """Raise on every rank of a group when one of them has something to report.
 
@@ -57,6 +68,7 @@ def raise_where_any_rank_fails(
         suspects: Number of problems that only the device knows of, an integer scalar; read on the
             host together with the flag.
         explain: Returns a sentence per suspect.
+        cause: Exception of this rank, whose traceback is kept.
 
     Raises:
         RuntimeError: On all ranks, naming the ranks and their problems.
@@ -76,8 +88,8 @@ def raise_where_any_rank_fails(
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
     # The same sentence from many ranks is one line with all of them.
     by_text: dict[str, list[str]] = {}
-    for rank, found in zip(ranks, texts, strict=True):
-        for text in found:
+    for rank, sentences in zip(ranks, texts, strict=True):
+        for text in sentences:
             by_text.setdefault(text, []).append(str(rank))
     lines = [
         f"rank{'s' if len(where) > 1 else ''} {', '.join(where)}: {text}"
@@ -85,7 +97,8 @@ def raise_where_any_rank_fails(
     ]
     # A fault of the model is one of all ranks and many parameters; a screen of it is enough.
     shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-    raise RuntimeError("\n  ".join(["Stopping on all ranks:", *shown]) + f"\n{advice}")
+    text = "\n  ".join(["Stopping on all ranks:", *shown]) + f"\n{advice}"
+    raise RuntimeError(text) from cause
 
 
 def raise_where_ranks_differ(
@@ -98,10 +111,10 @@ def raise_where_ranks_differ(
     """Check that all ranks of a group hold the same list, by its hash.
 
     Args:
-        entries: See :func:`differences_between_ranks`.
-        group: See there.
-        device: See there.
-        what: See there.
+        entries: The list, one line of text per item, in order.
+        group: Ranks that must agree.
+        device: Where the hash that is gathered lives (the backend's device).
+        what: Name of the list for the message.
         advice: What the user should do, the end of the message.
 
     Raises:
@@ -182,21 +195,17 @@ def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.Pr
     if not dist.is_initialized():
         return {}
     rank = dist.get_rank()
-    wanted: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(wanted, [ranks for ranks in sets if ranks[0] == rank])
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for ranks in sorted({ranks for sets_of_rank in wanted for ranks in sets_of_rank}):
-        group = dist.new_group(list(ranks), timeout=_job_timeout())
-        if rank in ranks:
-            made[ranks] = cast(dist.ProcessGroup, group)
-    return made
-
-
-def _job_timeout() -> datetime.timedelta:
-    """Read the timeout of the job's process group; torch gives new groups half an hour on gloo."""
+    requested = gather_objects([ranks for ranks in sets if ranks[0] == rank])
     world = dist.group.WORLD
     assert world is not None
-    return world._get_backend(world._device_types[0]).options._timeout
+    # On gloo torch gives new groups half an hour.
+    timeout = world._get_backend(world._device_types[0]).options._timeout
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in sorted(set(itertools.chain(*requested))):
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if rank in ranks:
+            groups[ranks] = cast(dist.ProcessGroup, group)
+    return groups
 
 
 @dataclass(frozen=True)

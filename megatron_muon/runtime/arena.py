@@ -2,13 +2,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that exists while a step runs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.tensors import local_tensor
+
+
+@contextmanager
+def allocating(num_bytes: int, device: torch.device, purpose: str) -> Iterator[None]:
+    """Raise an error with sizes where the body cannot allocate.
+
+    Args:
+        num_bytes: Memory that the body needs.
+        device: Where it is allocated.
+        purpose: Contents of the memory.
+
+    Raises:
+        MemoryError: The device has too little memory.
+    """
+    try:
+        yield
+    # A GPU raises torch.OutOfMemoryError, which is one of these; a CPU nothing more special.
+    except RuntimeError as error:
+        text = (
+            f"expected {num_bytes:,} bytes on {device} for {purpose}, got "
+            f"{type(error).__name__}: {first_line(error)}"
+        )
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            text += f"; {free:,} of {total:,} bytes are free on {device}"
+        raise MemoryError(text) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an allocation failed, which torch reports as a RuntimeError on a CPU."""
+    texts = ("out of memory", "allocate memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 class Arena:
@@ -24,6 +58,7 @@ class Arena:
     Args:
         num_bytes: Size.
         device: Where it is allocated.
+        purpose: Contents, for errors.
 
     Raises:
         MemoryError: The device has too little memory, with sizes.
@@ -32,17 +67,10 @@ class Arena:
         a step runs.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, purpose: str) -> None:
         self.num_bytes = num_bytes
-        try:
+        with allocating(num_bytes, device, purpose):
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        # A GPU raises torch.OutOfMemoryError, which is one of these; a CPU nothing more special.
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise MemoryError(
-                f"expected {num_bytes:,} bytes on {device} for messages and stacks, got "
-                f"{type(error).__name__}: {reason}{free_memory(device)}"
-            ) from error
 
     def view(self, offset: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """View elements from a byte on, ``(num_elements,)``."""
@@ -59,14 +87,6 @@ class Arena:
         """Return the memory. Collectives must have been waited for."""
         # Deleting the tensor would not free it: every view keeps the memory.
         self._memory.untyped_storage().resize_(0)
-
-
-def free_memory(device: torch.device) -> str:
-    """Return what is free on a GPU, as the end of a sentence."""
-    if device.type != "cuda":
-        return ""
-    free, total = torch.cuda.mem_get_info(device)
-    return f"; {free:,} of {total:,} bytes are free on {device}"
 
 
 class OtherBytes(NamedTuple):
@@ -92,9 +112,9 @@ def elementwise_bytes(
     Temporaries are those of the largest group, or of the largest parameter where parameters are
     stepped one by one. Fused kernels have none.
     """
-    found = [_elementwise_bytes(each, device) for each in optimizers]
+    needs = [_elementwise_bytes(optimizer, device) for optimizer in optimizers]
     return OtherBytes(
-        sum(each.state for each in found), max((each.temporaries for each in found), default=0)
+        sum(need.state for need in needs), max((need.temporaries for need in needs), default=0)
     )
 
 
@@ -106,23 +126,23 @@ def _elementwise_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -
     is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     new_state, temporaries = 0, 0
     for group in optimizer.param_groups:
-        held = [
-            (param, local.numel() * local.itemsize)
+        sizes = {
+            param: local.nbytes
             for param in group["params"]
             if param.grad is not None and (local := local_tensor(param)).device == device
-        ]
+        }
         num_states = 2 + group["amsgrad"] if is_adam else 1
-        new_state += num_states * sum(size for p, size in held if not optimizer.state.get(p))
-        if not held or group.get("fused"):
+        new_state += num_states * sum(sizes[p] for p in sizes if not optimizer.state.get(p))
+        if not sizes or group.get("fused"):
             continue
-        sizes = [size for _, size in held]
         # torch's default for DTensors is one by one.
         foreach = group.get("foreach", True)
-        one_by_one = foreach is False or (foreach is None and isinstance(held[0][0], DTensor))
+        if foreach is None:
+            foreach = not isinstance(next(iter(sizes)), DTensor)
         is_copied = is_adam and (
             group["maximize"] or (group["weight_decay"] and not group.get("decoupled_weight_decay"))
         )
-        # One by one, those of the parameter before are still there.
-        unit, num = (max(sizes), 3) if one_by_one else (sum(sizes), 1)
+        # One by one, temporaries of the parameter before are still there.
+        unit, num = (sum(sizes.values()), 1) if foreach else (max(sizes.values()), 3)
         temporaries = max(temporaries, unit * (num + 2 * bool(is_copied)))
     return OtherBytes(new_state, temporaries)

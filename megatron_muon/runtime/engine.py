@@ -22,15 +22,13 @@ from typing import Any
 import torch
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
-from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
-from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
+from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.exchange import Chain
-from megatron_muon.runtime.local_rows import Rows, StackArgs
+from megatron_muon.runtime.local_rows import Handle, Rows, StackTask
 from megatron_muon.runtime.norms import Moments
-from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
+from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner, in_range
 from megatron_muon.runtime.row_moves import uses_kernel
 
 
@@ -43,7 +41,6 @@ class Engine:
         plans: Plans of this rank, in the same order on all ranks.
         schedule: This rank's step over all of them.
         newton_schulz: Steps, coefficients, precision and scale.
-        rank: This rank of the job.
         device: Where messages and stacks are.
         rows_device: Where local rows are, if they are in CPU memory; None for ``device``.
 
@@ -57,11 +54,13 @@ class Engine:
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
         one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
-    """
 
-    plans: list[ExchangePlan]
-    handles: list[Any]  # of all plans
-    runners: list[PlanRunner]  # by plan
+    Attributes:
+        plans: Plans of this rank.
+        handles: Handles of all plans.
+        runners: Runners by plan.
+        staging_bytes: Memory of messages and stacks while a step runs, bytes.
+    """
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class Engine:
         schedule: RankSchedule,
         newton_schulz: NewtonSchulzSettings,
         *,
-        rank: int,
         device: torch.device,
         rows_device: torch.device | None = None,
     ) -> None:
@@ -77,14 +75,15 @@ class Engine:
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         # Compiled and compared now rather than in a step.
         uses_kernel(device)
-        self._bound = list(plans)
         self.plans = [bound.plan for bound in plans]
-        self.handles = [handle for bound in plans for handle in bound.handles.values()]
+        self.handles: list[Any] = [handle for bound in plans for handle in bound.handles.values()]
+        self.staging_bytes = schedule.staging.num_bytes
         self._schedule = schedule
-        self._arena = Arena(schedule.staging.num_bytes, device)
-        place_of: dict[LocalStack, int] = {
-            stack: place
-            for stacks, place in zip(schedule.local, schedule.staging.local, strict=True)
+        self._device = device
+        self._arena = Arena(self.staging_bytes, device, "messages and stacks")
+        local_offset: dict[LocalStack, int] = {
+            stack: offset
+            for stacks, offset in zip(schedule.local, schedule.staging.local, strict=True)
             for stack in stacks
         }
         chain = Chain(device)
@@ -93,66 +92,55 @@ class Engine:
                 bound,
                 rank_plan,
                 schedule.staging.plans[number],
-                [place_of[LocalStack(number, i)] for i, _ in enumerate(rank_plan.local)],
+                [local_offset[LocalStack(number, i)] for i, _ in enumerate(rank_plan.local)],
                 newton_schulz,
                 self._arena,
                 chain,
-                rank=rank,
                 device=device,
-                rows_device=rows_device,
+                rows_device=rows_device or device,
             )
             for number, (bound, rank_plan) in enumerate(
                 zip(plans, schedule.rank_plans, strict=True)
             )
         ]
         self._workspace_bytes = max((each.workspace_bytes for each in self.runners), default=0)
-        self._device = device
-        if problems := self.reserve():
-            raise MemoryError(problems[0])
+        self.reserve()
         self.release()
 
-    def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
+    def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step: arena and workspace. The arena stays until the step ends.
 
         A rank that runs out of memory inside of a step leaves the others in a collective.
         Therefore ranks reserve it before, and agree.
 
         Args:
-            others: What others allocate; their temporaries while no matrix is orthogonalized.
+            others: Allocations of others; their temporaries while no matrix is orthogonalized.
 
-        Returns:
-            Errors, as sentences.
+        Raises:
+            MemoryError: The device has too little memory, with sizes.
         """
-        for runner in self.runners:
-            runner.wait_for_leftovers()
+        self._wait_for_leftovers()
         other_bytes = others.state + max(others.temporaries, self._workspace_bytes)
         num_bytes = self.staging_bytes + other_bytes
-        try:
+        with allocating(num_bytes, self._device, "messages, stacks and Newton-Schulz"):
             self._arena.allocate()
             # Freed at once: the allocator keeps the block for Newton-Schulz and other optimizers.
             torch.empty(other_bytes, dtype=torch.uint8, device=self._device)
-        # A GPU raises torch.OutOfMemoryError, which is one of these.
-        except RuntimeError as error:
-            self.release()
-            return [
-                f"expected {num_bytes:,} bytes on {self._device} for messages, stacks and "
-                f"Newton-Schulz, got {type(error).__name__}: {first_line(error)}"
-                f"{free_memory(self._device)}"
-            ]
-        return []
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""
+        self._wait_for_leftovers()
+        self._arena.free()
+
+    def _wait_for_leftovers(self) -> None:
         for runner in self.runners:
             runner.wait_for_leftovers()
-        self._arena.free()
 
     def connect(self) -> None:
         """Connect the ranks that will exchange; called on all ranks together.
 
-        Otherwise they would connect in the first step, which would be slow, and fail after hours of
-        loading if it fails. NCCL connects two ranks when they first send to each other, and needs
-        memory for it.
+        NCCL connects two ranks when they first send to each other, and needs memory for it. In the
+        first step this would be slow, and might fail after hours of loading.
 
         Communication: per plan one element to every rank that this one will send to, in two
             collectives, and one from every replica to the others.
@@ -166,25 +154,22 @@ class Engine:
         It also compiles the kernels: otherwise the first step would wait for it.
 
         Raises:
-            RuntimeError: A kernel's results are wrong for a shape, or it fails.
+            Exception: First error of a kernel: wrong results for a shape, or its own error.
 
         Communication: none, but for kernels that communicate.
         Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
         """
-        problems = [problem for runner in self.runners for problem in runner.check_kernels()]
-        # At the end: the other owners of a split matrix wait for this rank in its next check.
-        if problems:
-            raise RuntimeError(problems[0])
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory of messages and stacks while a step runs, bytes."""
-        return self._arena.num_bytes
+        errors: list[Exception] = []
+        for runner in self.runners:
+            runner.check_kernels(errors)
+        # Raised at the end: other owners of a split matrix wait for this rank in its next check.
+        if errors:
+            raise errors[0]
 
     @torch.no_grad()
     def orthogonalize(
         self, updates: Rows, results: Rows, overlap_fn: Callable[[], None] | None = None
-    ) -> Iterator[list[Any]]:
+    ) -> Iterator[list[Handle]]:
         """Orthogonalize all matrices, and yield handles as their results arrive.
 
         The caller must exhaust the iterator: every rank joins the collectives of all buckets.
@@ -203,12 +188,12 @@ class Engine:
         Yields:
             Lists of handles whose results are complete. Every handle of this rank is yielded once.
         """
-        for runner in self.runners:
-            runner.wait_for_leftovers()
+        self._wait_for_leftovers()
         # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
         for runner in self.runners:
-            runner.begin(updates, results)
+            with in_range("norms"):
+                runner.rows.begin(updates, results)
         for action in self._schedule.actions:
             if overlap_fn is not None and action.kind != "start_gather":
                 overlap_fn()
@@ -218,8 +203,36 @@ class Engine:
             overlap_fn()
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
-        for runner in self.runners:
-            runner.end()
+        for moments in self.moments:
+            moments.share()
+
+    def _run(self, action: Action) -> Iterator[list[Handle]]:
+        """Run one action of :mod:`megatron_muon.plan.schedule`, and yield complete handles."""
+        kind, plan, number = action
+        complete: list[Handle] | None = None
+        if kind == "local":
+            # One after the other: they share memory, and a result is written back before the next
+            # stack is read.
+            for stack in self._schedule.local[number]:
+                with in_range("local_matrices"):
+                    complete = self.runners[stack.plan].local(stack.number)
+                yield complete
+            return
+        runner = self.runners[plan]
+        with in_range(kind):
+            match kind:
+                case "start_gather":
+                    runner.start_gather(number)
+                case "wait_for_gather":
+                    runner.wait_for_gather(number)
+                case "orthogonalize":
+                    runner.orthogonalize(number)
+                case "start_scatter":
+                    complete = runner.start_scatter(number)
+                case "finish_scatter":
+                    complete = runner.finish_scatter(number)
+        if complete is not None:
+            yield complete
 
     @property
     def moments(self) -> list[Moments]:
@@ -228,28 +241,15 @@ class Engine:
 
     def see_gradients(self, gradients: Rows) -> None:
         """Sum the squares of gradients, whose norms a method needs; called before a step."""
-        for bound, runner in zip(self._bound, self.runners, strict=True):
-            rows = {i: gradients[handle] for i, handle in bound.handles.items()}
-            runner.norms.see_gradients(rows)
+        for runner in self.runners:
+            runner.rows.norms.see_gradients(runner.rows.by_matrix(gradients))
 
-    def watch(self, function: Callable[[StackArgs], None] | None) -> None:
-        """Let a function see each stack of this rank's results; None for nobody."""
+    def watch(self, function: Callable[[StackTask], None] | None) -> None:
+        """Call a function with every stack of this rank's results; None for no call."""
         for runner in self.runners:
             runner.watch = function
 
     def forget(self) -> None:
         """Drop the rows of the last step, which are memory of the caller's."""
         for runner in self.runners:
-            runner.forget()
-
-    def _run(self, action: Action) -> Iterator[list[Any]]:
-        """Run one action of :mod:`megatron_muon.plan.schedule`, a method of that name."""
-        stacks = [LocalStack(action.plan, action.number)]
-        if action.kind == "local":
-            # One after the other: they share memory, and a result is written back before the next
-            # stack is read.
-            stacks = list(self._schedule.local[action.number])
-        for plan, number in stacks:
-            done = getattr(self.runners[plan], action.kind)(number)
-            if done is not None:
-                yield done
+            runner.rows.forget()

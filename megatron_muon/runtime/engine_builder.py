@@ -19,6 +19,7 @@ from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import (
     Domain,
+    capture_error,
     differences_between_ranks,
     first_line,
     gather_objects,
@@ -26,6 +27,7 @@ from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
 )
+from megatron_muon.runtime.arena import is_out_of_memory
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.plan_runner import BoundPlan
 
@@ -102,9 +104,7 @@ def build_engine(
 
     def build() -> Engine:
         """Allocate, which may fail on one rank."""
-        return Engine(
-            bound, schedule, newton_schulz, rank=own_rank(), device=device, rows_device=rows_device
-        )
+        return Engine(bound, schedule, newton_schulz, device=device, rows_device=rows_device)
 
     engine = on_all_ranks(build, settings, device)
     # Owners of a split matrix may wait for each other here, so all must have an engine.
@@ -114,27 +114,28 @@ def build_engine(
 
 
 def on_all_ranks[T](build: Callable[[], T], settings: ExchangeSettings, device: torch.device) -> T:
-    """Call a function, or raise on all ranks if one of them lacks memory or a kernel.
+    """Call a function, or raise on all ranks if it fails on one of them.
 
-    Otherwise that rank would end alone, and the others would wait for it until their collectives
-    time out.
+    If that rank raised alone, the others would wait in their next collective until it times out.
+
+    Raises:
+        RuntimeError: On all ranks, with the errors, and advice where memory is short. On a rank
+            that failed, its cause is the first error.
+
+    Communication: one flag over the job.
     """
-    problems = []
-    try:
-        built = build()
-    # The arena raises MemoryError, other allocations RuntimeError: their text is enough. Kernels of
-    # others raise whatever their compilers do.
-    except Exception as error:
-        problems.append(first_line(error))
+    errors: list[Exception] = []
+    with capture_error(errors):
+        result = build()
     staging_bytes = settings.staging_bytes or PlanSettings.staging_bytes
-    raise_where_any_rank_fails(
-        problems,
-        None,
-        device,
-        f"If memory is short, lower exchange.staging_bytes (now {staging_bytes:,}), shard over "
-        "more ranks, or leave more memory free. No optimizer was built.",
+    advice = (
+        f". Lower exchange.staging_bytes (now {staging_bytes:,}), shard over more ranks, or leave "
+        "more memory free"
     )
-    return built
+    problems = [first_line(error) + advice * is_out_of_memory(error) for error in errors]
+    cause = errors[0] if errors else None
+    raise_where_any_rank_fails(problems, None, device, "No optimizer was built.", cause=cause)
+    return result
 
 
 def _resolve(
@@ -221,11 +222,11 @@ def _shared_backends(
     backends: tuple[str, ...], settings: ExchangeSettings, domain: Domain
 ) -> tuple[str, ...]:
     """Return the backends that all ranks of a domain can run: their plans must be one."""
-    # By what was asked for, which all ranks know, not by what this one can run.
+    # The choice of the user decides about the collective: all ranks know it.
     if domain.group is None or settings.newton_schulz == "standard":
         return backends
-    of_ranks = gather_objects(backends, domain.group)
-    return tuple(name for name in backends if all(name in others for others in of_ranks))
+    gathered = gather_objects(backends, domain.group)
+    return tuple(name for name in backends if all(name in others for others in gathered))
 
 
 def _plan(
@@ -258,7 +259,7 @@ def _plan(
         plans.append(plan)
         load_ns = plan.load_ns[own_rank()]
         staged_bytes += plan.staging_bytes
-    # Not where they are found: ranks of other domains may be fine, and all stop together.
+    # At the end, as ranks of other domains may be fine, and all stop together.
     raise_where_any_rank_fails(
         differences,
         None,
@@ -275,7 +276,7 @@ def _schedule(
     schedule = RankSchedule.build(plans, own_rank())
     if limit is not None:
         problem = staging_problem(plans, schedule.staging.num_bytes, limit)
-        problems = [problem] if problem is not None else []
+        problems = [problem] if problem else []
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
     return schedule
 

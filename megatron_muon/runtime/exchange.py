@@ -4,7 +4,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,29 +31,17 @@ def all_gather_rows(
         every other rank. Megatron-FSDP's shards are uneven, so much of it may be padding.
     Memory: as many rows for each rank until it returns, and the matrix.
     """
-    of_ranks = [rows.get(rank, (0, 0)) for rank in dist.get_process_group_ranks(group)]
+    ranges = [rows.get(rank, (0, 0)) for rank in dist.get_process_group_ranks(group)]
     num_cols = local_rows.shape[1]
     # all_gather_into_tensor needs equal sizes. What the padding holds never matters.
-    padded = local_rows.new_empty(max(stop - start for start, stop in of_ranks), num_cols)
+    padded = local_rows.new_empty(max(stop - start for start, stop in ranges), num_cols)
     padded[: local_rows.shape[0]].copy_(local_rows)
-    gathered = local_rows.new_empty(len(of_ranks), *padded.shape)
+    gathered = local_rows.new_empty(len(ranges), *padded.shape)
     dist.all_gather_into_tensor(gathered.view(-1, num_cols), padded, group=group)
-    matrix = local_rows.new_empty(max(stop for _, stop in of_ranks), num_cols)
-    for shard, (start, stop) in zip(gathered, of_ranks, strict=True):
+    matrix = local_rows.new_empty(max(stop for _, stop in ranges), num_cols)
+    for shard, (start, stop) in zip(gathered, ranges, strict=True):
         matrix[start:stop].copy_(shard[: stop - start])
     return matrix
-
-
-def all_reduce_norms(squares: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Add up the squared norms of all ranks, in place.
-
-    Args:
-        squares: Sums of squares of this rank's rows, ``(num_norms, num_blocks)``, float64.
-        group: Ranks that hold rows.
-
-    Communication: one all-reduce of 8 bytes a norm.
-    """
-    dist.all_reduce(squares, group=group)
 
 
 class BucketMessages(NamedTuple):
@@ -70,22 +58,14 @@ class BucketMessages(NamedTuple):
     is_used: bool
 
 
-class RouteView(NamedTuple):
-    """A route in memory.
-
-    Args:
-        route: The route.
-        rows: Its rectangle, ``(num_rows, num_cols)``.
-    """
-
-    route: Route
-    rows: torch.Tensor
+# A route, and its rectangle in memory, (num_rows, num_cols).
+type RouteView = tuple[Route, torch.Tensor]
 
 
 def route_view(route: Route, flat: torch.Tensor, offset: int) -> RouteView:
     """View a route, row by row, from an element of flat memory on."""
     memory = flat[offset : offset + route.num_elements]
-    return RouteView(route, memory.view(route.num_rows, route.num_cols))
+    return route, memory.view(route.num_rows, route.num_cols)
 
 
 def consecutive_views(routes: Sequence[Route], flat: torch.Tensor) -> list[RouteView]:
@@ -104,17 +84,20 @@ class Exchange:
         receives: The same for what is received, by sender in the order of the group. Memory may
             overlap if the caller is done with one collective before it starts the other.
 
+    Attributes:
+        packing: By collective, where routes must be written before :meth:`start`.
+
     Communication: :meth:`start` is one ``all_to_all_single`` over the group with one message per
         peer: exactly the rectangles, no padding. All ranks skip it if it is not used.
     """
 
+    packing: list[list[RouteView]]
     # All by collective; sizes also by rank of the group.
     _is_used: list[bool]
     _sends: list[torch.Tensor]
     _receives: list[torch.Tensor]
     _send_sizes: list[list[int]]
     _receive_sizes: list[list[int]]
-    _packing: list[list[RouteView]]
 
     def __init__(
         self,
@@ -135,7 +118,7 @@ class Exchange:
         self._receive_sizes = [[each.receives.get(rank, 0) for rank in ranks] for each in messages]
         # Views are made once, not before every copy. In the order of the group: all_to_all_single
         # sends consecutive ranges.
-        self._packing = [
+        self.packing = [
             consecutive_views([r for rank in ranks for r in each.sends.get(rank, ())], flat)
             for each, flat in zip(messages, sends, strict=True)
         ]
@@ -147,7 +130,11 @@ class Exchange:
         """
         if not any(self._is_used):
             return
-        sends, receives = _peers(self._send_sizes), _peers(self._receive_sizes)
+        # One element for every rank at the other end of a message.
+        sends, receives = (
+            [int(any(sizes)) for sizes in zip(*collectives, strict=True)]
+            for collectives in (self._send_sizes, self._receive_sizes)
+        )
         # A replica may have a message for itself.
         sends[dist.get_rank(self._group)] = receives[dist.get_rank(self._group)] = 0
         device = self._sends[0].device
@@ -158,10 +145,6 @@ class Exchange:
             sends,
             group=self._group,
         )
-
-    def packing(self, index: int) -> Sequence[RouteView]:
-        """Return where routes must be written before :meth:`start`."""
-        return self._packing[index]
 
     def start(self, index: int) -> dist.Work | None:
         """Launch a collective, and return what to wait for before reading what is received."""
@@ -187,22 +170,23 @@ class ReplicaAllGather:
         chunks: Flat memory for the chunks of all replicas, per scatter, in the order of the group
             and of the same size. This rank's own chunk is complete when the all-gather starts.
 
+    Attributes:
+        own_chunks: By scatter, this rank's chunk.
+
     Communication: :meth:`start` is one ``all_gather_into_tensor`` over the group, in place. All
         replicas skip it if they receive nothing.
     """
 
+    own_chunks: list[torch.Tensor]
     _all: list[torch.Tensor]  # by scatter, the chunks of all replicas
-    _own: list[torch.Tensor]  # by scatter, this rank's chunk
 
     def __init__(self, group: dist.ProcessGroup, chunks: Sequence[torch.Tensor]) -> None:
         self._group = group
         self._all = list(chunks)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self._own = [every.chunk(size)[rank] if every.numel() else every for every in chunks]
-
-    def own_chunk(self, index: int) -> torch.Tensor:
-        """Return this rank's chunk."""
-        return self._own[index]
+        self.own_chunks = [
+            chunk.chunk(size)[rank] if chunk.numel() else chunk for chunk in self._all
+        ]
 
     def connect(self) -> None:
         """Connect the replicas.
@@ -219,15 +203,8 @@ class ReplicaAllGather:
         if not self._all[index].numel():
             return None
         return dist.all_gather_into_tensor(
-            self._all[index], self._own[index], group=self._group, async_op=True
+            self._all[index], self.own_chunks[index], group=self._group, async_op=True
         )
-
-
-class Waitable(Protocol):
-    """A handle like :class:`torch.distributed.Work`."""
-
-    def wait(self) -> object:
-        """Let the current stream wait; on gloo, the host."""
 
 
 class Later(NamedTuple):
@@ -238,16 +215,19 @@ class Later(NamedTuple):
         start: Launches the collective.
     """
 
-    work: Waitable | None
+    work: dist.Work | None
     start: Callable[[], dist.Work | None]
 
     def wait(self) -> None:
         """Wait for the other one, then start this one and wait for it."""
-        if self.work is not None:
-            self.work.wait()
-        started = self.start()
-        if started is not None:
-            started.wait()
+        wait(self.work)
+        wait(self.start())
+
+
+def wait(work: dist.Work | Later | None) -> None:
+    """Let the current stream wait for a collective; on gloo, the host."""
+    if work is not None:
+        work.wait()
 
 
 class Chain:
@@ -268,7 +248,7 @@ class Chain:
 
     def after(
         self, work: dist.Work | None, start: Callable[[], dist.Work | None]
-    ) -> Waitable | None:
+    ) -> dist.Work | Later | None:
         """Start a collective when another one has ended.
 
         Args:
@@ -286,14 +266,8 @@ class Chain:
         # must come before it too, even if there is nothing to wait for.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            if work is not None:
-                work.wait()
+            wait(work)
             started = start()
         # The second one ends after the first. If there is none, the step itself must wait for the
         # first: the rank may still be sending.
         return work if started is None else started
-
-
-def _peers(sizes: Sequence[Sequence[int]]) -> list[int]:
-    """Return by rank of the group 1 if it is at the other end of a message, otherwise 0."""
-    return [int(any(of_rank)) for of_rank in zip(*sizes, strict=True)]

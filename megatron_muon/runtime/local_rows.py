@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's rows: read normalized for sending, and written scaled as results arrive."""
+"""Transfers of this rank's rows, normalized before sending, and scaled as results arrive."""
 
 import dataclasses
 import math
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron_muon.newton_schulz.backend import Backend, NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.rank_plan import OwnedStacks
 from megatron_muon.plan.routes import Route
 from megatron_muon.plan.sizes import Stack
+from megatron_muon.runtime.exchange import RouteView
 from megatron_muon.runtime.norms import BlockNorms, Moments
 from megatron_muon.runtime.row_moves import RowMoves
 
@@ -26,103 +26,98 @@ type Handle = Hashable
 type Rows = Mapping[Handle, torch.Tensor]
 
 
+@dataclass
+class RowTransfer:
+    """Routes that are copied together between this rank's rows and other memory.
+
+    Args:
+        views: The routes in the other memory.
+        moves: Copies them.
+        completed: Handles of the rows whose last results these are. They are the same in every
+            step, as the order is; counting routes anew takes the host 200 us for 384 matrices.
+            None before the first step.
+    """
+
+    views: Sequence[RouteView]
+    moves: RowMoves
+    completed: list[Handle] | None = None
+
+
 class LocalRows:
     """Rows of the matrices of one plan on this rank, while a step runs.
 
-    At construction every list of rectangles that a step reads or writes is added, once. In a step:
-    :meth:`begin`, then :meth:`read` and :meth:`write` of every list, in the same order in each
-    step.
+    All transfers of a step are added once, at construction. In a step: :meth:`begin`, then
+    :meth:`read` and :meth:`write` of every transfer, in the same order in each step.
 
     Args:
         plan: The plan, equal on all ranks of the group.
         newton_schulz: The scale of results.
         handles: By matrix of the plan, handles of the rows that this rank holds.
         moments: State of a method; None without one.
-        rank: This rank of the job.
         group: Ranks of the plan; None for a rank alone.
         device: Where messages and stacks are.
-        rows_device: Where rows are, if they are in CPU memory; None for ``device``.
+        rows_device: Where rows are.
+
+    Attributes:
+        norms: Norms of blocks.
 
     Communication: :meth:`begin` is one all-reduce of 8 bytes a block if rows are sent in bf16, or
         16 if a method needs norms.
     Memory: that of :class:`RowMoves`, and a few bytes a block.
     """
 
-    # Of the step before too, so that their views serve this one if they are the same.
+    # They are kept after a step: their views serve the next one if it has the same rows.
     _updates: Rows | None
     _results: Rows | None
-    _reads: list[RowMoves]
-    _writes: list[RowMoves]
-    # By write, the handles that are complete then: the same ones in every step, whose order is the
-    # same. Counting the routes anew takes the host 200 us for 384 matrices.
-    _completed: dict[int, list[Handle]]
 
     def __init__(
         self,
         plan: ExchangePlan,
         newton_schulz: NewtonSchulzSettings,
         handles: Mapping[int, Handle],
-        moments: Moments | None = None,
-        *,
-        rank: int,
+        moments: Moments | None,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        rows_device: torch.device | None = None,
+        rows_device: torch.device,
     ) -> None:
         self._plan = plan
         self._newton_schulz = newton_schulz
         self._handles = handles
         self._device = device
-        # One device alone has a kernel for all rows.
-        self._by_kernel = False if rows_device not in (None, device) else None
+        # The kernel moves rows within one device.
+        self._by_kernel = None if rows_device == device else False
         method = newton_schulz.method
         namo = method if isinstance(method, Namo) else None
         self._has_factors = namo is not None
-        self.norms = BlockNorms(plan, rank, group, device, rows_device or device, namo, moments)
-        self._to_read: list[Sequence[tuple[Route, torch.Tensor]]] = []
-        self._to_write: list[Sequence[tuple[Route, torch.Tensor]]] = []
+        self.norms = BlockNorms(plan, group, device, rows_device, namo, moments)
         self._missing: Counter[int] = Counter()
-        self._completed = {}
         self._updates = self._results = None
-        self._reads, self._writes = [], []
+        self._reads: list[RowTransfer] = []
+        self._writes: list[RowTransfer] = []
 
-    def add_read(self, targets: Sequence[tuple[Route, torch.Tensor]]) -> int:
-        """Add a list of routes that are copied to targets, and return its number.
+    def add_read(self, targets: Sequence[RouteView]) -> RowTransfer:
+        """Add a transfer from this rank's rows to targets in the gather dtype."""
+        return self._add(self._reads, targets, self._plan.dtypes.normalizes)
 
-        Args:
-            targets: Routes, with ``(num_rows, num_cols)`` in the gather dtype.
-        """
-        norms = [self.norms.position(route) for route, _ in targets]
-        self._to_read.append(targets)
-        self._reads.append(
-            RowMoves(
-                (),
-                norms=norms if self._plan.dtypes.normalizes else None,
-                device=self._device,
-                by_kernel=self._by_kernel,
-            )
+    def add_write(self, results: Sequence[RouteView]) -> RowTransfer:
+        """Add a transfer from results in the scatter dtype to this rank's rows."""
+        # Query, key and value have factors of their own.
+        factors = [self._scale(route) for route, _ in results]
+        return self._add(self._writes, results, self._has_factors, factors)
+
+    def _add(
+        self,
+        transfers: list[RowTransfer],
+        views: Sequence[RouteView],
+        has_norms: bool,
+        factors: Sequence[Sequence[float]] | None = None,
+    ) -> RowTransfer:
+        norms = [self.norms.position(route) for route, _ in views] if has_norms else None
+        moves = RowMoves(
+            (), norms=norms, factors=factors, device=self._device, by_kernel=self._by_kernel
         )
-        return len(self._to_read) - 1
-
-    def add_write(self, results: Sequence[tuple[Route, torch.Tensor]]) -> int:
-        """Add a list of results that are written to this rank's rows, and return its number.
-
-        Args:
-            results: Routes, with ``(num_rows, num_cols)`` in the scatter dtype.
-        """
-        norms = [self.norms.position(route) for route, _ in results]
-        self._to_write.append(results)
-        self._writes.append(
-            RowMoves(
-                (),
-                norms=norms if self._has_factors else None,
-                # Query, key and value have factors of their own.
-                factors=[self._scale(route) for route, _ in results],
-                device=self._device,
-                by_kernel=self._by_kernel,
-            )
-        )
-        return len(self._to_write) - 1
+        transfers.append(RowTransfer(views, moves))
+        return transfers[-1]
 
     def begin(self, updates: Rows, results: Rows) -> None:
         """Set the rows of a step, and reduce their norms; see :meth:`Engine.orthogonalize`."""
@@ -131,50 +126,52 @@ class LocalRows:
         # fp32 rows are not normalized before they are sent.
         if self._plan.dtypes.norm_bytes:
             self.norms.reduce()
-        if len(self._completed) < len(self._to_write):
+        if any(write.completed is None for write in self._writes):
             # The first step, or an earlier one that ended with an exception.
-            self._completed.clear()
-            self._missing = Counter(
-                route.matrix for results in self._to_write for route, _ in results
-            )
+            for write in self._writes:
+                write.completed = None
+            self._missing = Counter(r.matrix for write in self._writes for r, _ in write.views)
 
     def _view(self, updates: Rows, results: Rows) -> None:
-        """View the rows that the lists read and write."""
-        of_updates = {index: updates[each] for index, each in self._handles.items()}
-        of_results = {index: results[each] for index, each in self._handles.items()}
+        """View the rows of all transfers."""
+        sources, targets = self.by_matrix(updates), self.by_matrix(results)
         if self._plan.dtypes.norm_bytes:
-            self.norms.view(of_updates)
-        for read, targets in zip(self._reads, self._to_read, strict=True):
-            read.set([(in_shard(of_updates[r.matrix], r), target) for r, target in targets])
-        for write, written in zip(self._writes, self._to_write, strict=True):
-            write.set([(result, in_shard(of_results[r.matrix], r)) for r, result in written])
+            self.norms.view(sources)
+        for read in self._reads:
+            read.moves.set([(in_shard(sources[r.matrix], r), rows) for r, rows in read.views])
+        for write in self._writes:
+            write.moves.set([(rows, in_shard(targets[r.matrix], r)) for r, rows in write.views])
         self._updates, self._results = updates, results
+
+    def by_matrix(self, rows: Rows) -> dict[int, torch.Tensor]:
+        """Return rows by index of their matrix."""
+        return {index: rows[handle] for index, handle in self._handles.items()}
 
     def forget(self) -> None:
         """Drop the rows, which are memory of the caller's."""
         self._updates = self._results = None
-        for moves in (*self._reads, *self._writes):
-            moves.set(())
+        for transfer in (*self._reads, *self._writes):
+            transfer.moves.set(())
         self.norms.view({})
 
-    def read(self, number: int) -> None:
-        """Copy the routes of a list to their targets, divided by the norms of their blocks."""
-        self._reads[number].run(self.norms.values if self._plan.dtypes.normalizes else None)
+    def read(self, transfer: RowTransfer) -> None:
+        """Copy rows to their targets, divided by the norms of their blocks."""
+        transfer.moves.run(self.norms.values if self._plan.dtypes.normalizes else None)
 
-    def write(self, number: int) -> list[Handle]:
-        """Scale the results of a list in fp32, and write them to this rank's rows.
+    def write(self, transfer: RowTransfer) -> list[Handle]:
+        """Scale results in fp32, and write them to this rank's rows.
 
         Returns:
             Handles of the rows whose last results these are.
         """
-        self._writes[number].run(self.norms.factors)
-        if number not in self._completed:
-            completed = self._completed[number] = []
-            for route, _ in self._to_write[number]:
+        transfer.moves.run(self.norms.factors)
+        if transfer.completed is None:
+            transfer.completed = []
+            for route, _ in transfer.views:
                 self._missing[route.matrix] -= 1
                 if self._missing[route.matrix] == 0:
-                    completed.append(self._handles[route.matrix])
-        return self._completed[number]
+                    transfer.completed.append(self._handles[route.matrix])
+        return transfer.completed
 
     def _scale(self, route: Route) -> Sequence[float]:
         """Return the two factors of a block, which upstream multiplies with in turn."""
@@ -188,15 +185,15 @@ _METHOD_TENSORS = 3
 
 
 @dataclass
-class StackArgs:
-    """A stack of matrices, with the arguments of Newton-Schulz.
+class StackTask:
+    """Orthogonalization of a stack, and a method on its results.
 
     Args:
         tensor: ``(num_matrices, rows, cols)``.
         backend: Backend of Newton-Schulz.
         args: Arguments of the backend.
         owners: Ranks that orthogonalize it together.
-        state_index: Indices of a method's state among all numbers of the plan; None without one.
+        state_index: Indices of a method's state among all values of the plan; None without one.
     """
 
     tensor: torch.Tensor
@@ -236,11 +233,11 @@ class StackArgs:
             args = dataclasses.replace(args, parts_group=None)
         self.backend.check(self._rows(), args)
 
-    def change(self, values: torch.Tensor) -> None:
+    def apply_method(self, values: torch.Tensor) -> None:
         """Call the method on the results.
 
         Args:
-            values: All numbers of the plan, which it updates.
+            values: State of the plan, ``(num_values,)`` float32, which it updates.
         """
         method = self.args.settings.method
         if self.state_index is None or not isinstance(method, StackMethod):
@@ -275,7 +272,7 @@ def batch_size(stack: torch.Tensor) -> int:
 
 
 def _checked(result: object, stack: torch.Tensor, name: str) -> torch.Tensor:
-    """Return what a function of the user's has returned, if it is a stack like the given one."""
+    """Return a result of a user's function, which must have the shape and dtype of the stack."""
     if not isinstance(result, torch.Tensor):
         got = type(result).__name__
     elif (result.shape, result.dtype) != (stack.shape, stack.dtype):
@@ -292,22 +289,21 @@ class StackBuffers:
     """Stacks of one bucket, or one stack of local matrices, end to end in flat memory.
 
     Args:
-        owned: What they hold.
-        memory: Flat, ``owned.num_elements``.
+        stacks: Shapes of the stacks.
+        memory: Flat, with as many elements.
+
+    Attributes:
+        stacks: The stacks with their tensors, ``(num_matrices, rows, cols)``.
     """
 
-    kept: tuple[Route, ...]  # routes whose owner and holder this rank is
-    staying: tuple[Route, ...]  # of them, those whose results are not sent
-    stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (num_matrices, rows, cols)
+    stacks: list[tuple[Stack, torch.Tensor]]
     _position: dict[tuple[int, int], tuple[int, int]]  # (matrix, block) -> (stack, index in it)
 
-    def __init__(self, owned: OwnedStacks, memory: torch.Tensor) -> None:
-        self.kept = owned.kept
-        self.staying = owned.staying
+    def __init__(self, stacks: Sequence[Stack], memory: torch.Tensor) -> None:
         self.stacks = []
         self._position = {}
         offset = 0
-        for number, stack in enumerate(owned.stacks):
+        for number, stack in enumerate(stacks):
             shape = (len(stack), stack[0].num_rows, stack[0].num_cols)
             size = math.prod(shape)
             self.stacks.append((stack, memory[offset : offset + size].view(shape)))
@@ -318,7 +314,8 @@ class StackBuffers:
     def view(self, route: Route) -> torch.Tensor:
         """View a route in the stacks, ``(num_rows, num_cols)``."""
         number, index = self._position[route.matrix, route.block]
-        return _in_part(self.stacks[number][1][index], route)
+        part = self.stacks[number][1][index]
+        return part[route.row : route.row + route.num_rows, route.col : route.col + route.num_cols]
 
 
 def in_shard(rows: torch.Tensor, route: Route) -> torch.Tensor:
@@ -330,7 +327,3 @@ def in_shard(rows: torch.Tensor, route: Route) -> torch.Tensor:
         route.local_row : route.local_row + route.num_rows,
         route.local_col : route.local_col + route.num_cols,
     ]
-
-
-def _in_part(part: torch.Tensor, route: Route) -> torch.Tensor:
-    return part[route.row : route.row + route.num_rows, route.col : route.col + route.num_cols]

@@ -17,7 +17,7 @@ from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Part, Route
-from megatron_muon.runtime.exchange import all_reduce_norms
+from megatron_muon.runtime.agreement import own_rank
 
 
 class Moments:
@@ -28,12 +28,15 @@ class Moments:
         shape_of: Shape of a block's state, by its rows and columns.
         group: Ranks of the plan; None for a rank alone.
         device: Where they are.
-        by_owner: Whether the owner of a block alone updates its numbers.
+        by_owner: Whether the owner of a block alone updates its values.
 
-    Memory: 4 bytes a number on every rank of the plan, and 8 more on the owner of the block.
+    Attributes:
+        values: Values of all blocks, ``(num_values,)`` float32.
+
+    Memory: 4 bytes a value on every rank of the plan, and 8 more on the owner of the block.
     """
 
-    values: torch.Tensor  # (num_values,) float32, block by block
+    values: torch.Tensor
 
     def __init__(
         self,
@@ -57,52 +60,53 @@ class Moments:
                 end += math.prod(shapes[block])
             self._ends.append(end)
         self.values = torch.zeros(end, device=device)
-        # Numbers that other ranks update.
-        self._is_foreign = torch.ones(end, dtype=torch.bool, device=device)
+        # Values that other ranks update.
+        self._is_remote = torch.ones(end, dtype=torch.bool, device=device)
 
     def first(self, matrix: int, block: int) -> int:
-        """Return where the numbers of a block begin."""
+        """Return the position of the first value of a block."""
         return self._first[matrix, block]
 
     def range_of(self, matrix: int, num_matrices: int = 1) -> tuple[int, int]:
-        """Return where the numbers of consecutive matrices begin and end."""
+        """Return the range of the values of consecutive matrices."""
         return self._ends[matrix], self._ends[matrix + num_matrices]
 
-    def own(self, stack: Sequence[Part]) -> torch.Tensor:
-        """Return where the numbers of a stack of this rank are, ``(num_matrices, *state_shape)``.
+    def claim(self, stack: Sequence[Part]) -> torch.Tensor:
+        """Register this rank as the owner of a stack's values.
 
         Args:
             stack: Whole blocks of one shape.
+
+        Returns:
+            Indices of the values, ``(num_matrices, *state_shape)`` int64.
         """
         rows, cols = stack[0].num_rows, stack[0].num_cols
         firsts = [self._first[part.matrix, part.block] for part in stack]
         shape = self._shape_of(rows, cols)
         index = torch.tensor(firsts)[:, None] + torch.arange(math.prod(shape))
         index = index.view(-1, *shape).to(self.values.device)
-        self._is_foreign[index] = False
+        self._is_remote[index] = False
         return index
 
     def share(self) -> None:
-        """Let all ranks of the plan know what the owners have; called by all of them together.
+        """Copy the values of their owners to all ranks of the plan; collective.
 
         After each step, so that a state is never out of date, and saving it is no collective.
 
-        Communication: one all-reduce of 4 bytes a number, if owners update them.
+        Communication: one all-reduce of 4 bytes a value, if owners update them.
         """
         if self._group is not None and self.by_owner:
-            dist.all_reduce(self.values.masked_fill_(self._is_foreign, 0.0), group=self._group)
+            dist.all_reduce(self.values.masked_fill_(self._is_remote, 0.0), group=self._group)
 
-    def combine(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        """Set the numbers to those of all ranks; called by all of them together.
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        """Replace the values by a reduction over the ranks of the plan; collective.
 
         Args:
-            values: ``(num_values,)``, zeros for the numbers of other ranks.
-            operation: Of ``ReduceOp``.
+            values: ``(num_values,)`` float32 of this rank, zeros for those that it does not have.
+            operation: Reduction.
 
-        Communication: one all-reduce of 4 bytes a number, if owners update them.
+        Communication: one all-reduce of 4 bytes a value.
         """
-        if not self.by_owner:
-            return
         if self._group is not None:
             dist.all_reduce(values, operation, self._group)
         self.values.copy_(values)
@@ -123,11 +127,10 @@ class BlockNorms:
 
     Args:
         plan: The plan.
-        rank: This rank of the job.
         group: Ranks of the plan; None for a rank alone.
-        device: Of the all-reduce.
+        device: Device of the all-reduce.
         rows_device: Where rows are.
-        method: Needs the norms of gradients too; None for no method.
+        method: Method that needs the norms of gradients too; None for none.
         moments: Its state.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block, or 16 with a method.
@@ -136,25 +139,23 @@ class BlockNorms:
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced
     factors: torch.Tensor | None = None  # of results, likewise
-    _first: list[int]  # positions of the first blocks of matrices among all blocks
-    # Whose squares this rank adds up: matrix, first row of this rank's, number of rows; and the
-    # positions of their blocks, int64.
+    _first: list[int]  # by matrix, position of its first block among all blocks
+    # Pieces of this rank's rows, in each of which squares are summed at once: matrix, first local
+    # row, number of rows.
     _pieces: list[tuple[int, int, int]]
-    _positions: torch.Tensor
-    _rows: list[torch.Tensor]  # of all pieces
+    _positions: torch.Tensor  # by piece, position of its block, int64
+    _rows: list[torch.Tensor]  # by piece
 
     def __init__(
         self,
         plan: ExchangePlan,
-        rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
         rows_device: torch.device,
         method: Namo | None = None,
         moments: Moments | None = None,
     ) -> None:
-        self._group = group
-        self._device = device
+        self._group, self._device, rank = group, device, own_rank()
         self._method, self._moments = method, moments
         self._first = [0]
         for matrix in plan.matrices:
@@ -178,7 +179,7 @@ class BlockNorms:
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._rows = []
         num_norms = 1 if method is None else 2
-        # Of this rank, of what is orthogonalized and of gradients.
+        # Sums of this rank's rows: of updates, and with a method of gradients.
         self._squares = torch.zeros(num_norms, self._first[-1], dtype=torch.float64, device=device)
 
     def position(self, route: Route) -> int:
@@ -216,7 +217,7 @@ class BlockNorms:
         """Add up the squares of all ranks, and compute the norms."""
         self._sum(0, self._rows)
         if self._group is not None:
-            all_reduce_norms(self._squares, self._group)
+            dist.all_reduce(self._squares, group=self._group)
         norms = self._squares.sqrt_()
         if self._method is not None and self._moments is not None:
             update, gradient = norms.float()

@@ -49,9 +49,11 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def is_same_memory(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
     """Return whether a list is in the same memory; most are the same tensors."""
-    if now is before or len(now) != len(before) or all(map(operator.is_, now, before)):
-        return len(now) == len(before)
-    return [each.data_ptr() for each in now] == [each.data_ptr() for each in before]
+    if len(now) != len(before):
+        return False
+    return all(map(operator.is_, now, before)) or all(
+        a.data_ptr() == b.data_ptr() for a, b in zip(now, before, strict=True)
+    )
 
 
 def _touch(before: torch.Tensor, after: torch.Tensor) -> bool:
@@ -86,7 +88,7 @@ def find_not_finite(grads: Sequence[tuple[str, torch.Tensor]], device: torch.dev
         if grads
         else [torch.zeros((), device=device)]
     )
-    # As of an embedding in CPU memory beside a model on a GPU.
+    # An embedding may be in CPU memory beside a model on a GPU.
     if len({norm.device for norm in norms}) > 1:
         norms = [norm.to(device) for norm in norms]
     not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()

@@ -128,12 +128,12 @@ def missing_symbols() -> list[str]:
 
     A package whose own import fails has one message, with that error.
     """
-    found = [
+    problems = [
         _problem_of(module, name, use)
         for module, uses in _SYMBOLS.items()
         for name, use in uses.items()
     ]
-    return list(dict.fromkeys(filter(None, found)))
+    return list(dict.fromkeys(filter(None, problems)))
 
 
 _ADVICE = "Install a release of docs/support.md"
@@ -161,13 +161,13 @@ def _muon_problems() -> list[str]:
             pairs = _steps_of_muon()
             if all(torch.allclose(upstream, own, atol=1e-4, rtol=0) for upstream, own in pairs):
                 return []
-        found = "another result"
+        actual = "another result"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        found = str(error).partition("\n")[0]
+        actual = str(error).partition("\n")[0]
     release = _release_of("emerging_optimizers")
     return [
         "emerging_optimizers' Muon.step: expected it as in the tested releases, got "
-        f"{found} in {release}. {_ADVICE}"
+        f"{actual} in {release}. {_ADVICE}"
     ]
 
 

@@ -90,9 +90,9 @@ def advance_momentum(
     torch._foreach_lerp_(list(buffers), list(grads), 1 - group["momentum"])
     if not nesterov:
         return list(buffers)
-    others = [pair for pair in zip(updates, grads, strict=True) if pair[0] is not pair[1]]
-    if others:
-        torch._foreach_copy_([update for update, _ in others], [grad for _, grad in others])
+    copied = [i for i, update in enumerate(updates) if update is not grads[i]]
+    if copied:
+        torch._foreach_copy_([updates[i] for i in copied], [grads[i] for i in copied])
     torch._foreach_lerp_(list(updates), list(buffers), group["momentum"])
     return list(updates)
 
@@ -105,7 +105,7 @@ _OTHER_SCALES: dict[str, tuple[MuonScaleT | None, float]] = {
     "spectral_unclamped": ("unit_rms_norm", 1.0),
     "none": (None, 1.0),
 }
-# From outputs and inputs of a matrix to two factors.
+# Maps outputs and inputs of a matrix to two factors.
 type Scale = Callable[[int, int], tuple[float, float]]
 SCALE_MODES = (*get_args(MuonScaleT), *_OTHER_SCALES)
 

@@ -31,8 +31,7 @@ import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
 from megatron_muon.rows.matrices import RowIndex
-from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
+from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import in_range
@@ -42,6 +41,7 @@ from megatron_muon.step.elementwise import advance_momentum
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
 # microseconds, longer than a launch takes.
 CHUNK_ELEMENTS = 2**24
+_CONTENTS = "results and momentum"
 
 
 class StepSettings(NamedTuple):
@@ -172,27 +172,27 @@ class MatrixStep:
         self.engine, self.settings, self._device = engine, settings, device
         self._is_beside = rows_elsewhere
         self.hooks: list[StepHooks] = []
-        rows: list[RowIndex] = engine.handles
-        self._num_matrices = Counter(each.param for each in rows)
+        handles: list[RowIndex] = engine.handles
+        self._num_matrices = Counter(handle.param for handle in handles)
         self.params = [param for param in group_index if param in self._num_matrices]
         self.group_index = [group_index[param] for param in self.params]
         position = {param: i for i, param in enumerate(self.params)}
-        self._position = {each: position[each.param] for each in rows}
+        self._position = {handle: position[handle.param] for handle in handles}
         self._shapes = [local_tensor(param).shape for param in self.params]
         sizes = list(map(math.prod, self._shapes))
-        limit = CHUNK_ELEMENTS if settings.stages_momentum else math.inf
+        stages = settings.stages_momentum
+        limit = CHUNK_ELEMENTS if stages else math.inf
         by_group: dict[int, list[tuple[int, int]]] = {}
         for i, group in enumerate(self.group_index):
             by_group.setdefault(group, []).append((i, sizes[i]))
         chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
         largest = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
-        num_staged = largest * settings.stages_momentum
+        num_staged = largest * stages
         # torch converts bfloat16 on the device, into memory of its own, if it comes from a CPU.
         self._copied_bytes = 2 * num_staged
-        self._arena = Arena(4 * (num_results + num_staged), device)
+        self._arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
-        stages = settings.stages_momentum
         self._chunks = [
             _Chunk(group, chunk, self._views(chunk, num_results) if stages else [])
             for group, chunk in chunks
@@ -209,28 +209,22 @@ class MatrixStep:
             first += math.prod(shape)
         return views
 
-    def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
+    def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step; arenas stay until :meth:`step` ends or :meth:`release`.
 
         Args:
             others: Allocations of other optimizers, meanwhile or afterwards.
 
-        Returns:
-            Errors, as sentences.
+        Raises:
+            MemoryError: The device has too little memory, with sizes.
         """
-        try:
+        with allocating(self._arena.num_bytes, self._device, _CONTENTS):
             if self._arena.num_bytes:
                 self._arena.allocate()
-        # A GPU raises torch.OutOfMemoryError, which is one of these.
-        except RuntimeError as error:
-            return [
-                f"expected {self._arena.num_bytes:,} bytes for results and momentum, got "
-                f"{type(error).__name__}: {first_line(error)}{free_memory(self._device)}"
-            ]
         needs = [others.temporaries]
         if not self._is_beside:
             needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
-        return self.engine.reserve(OtherBytes(others.state, max(needs)))
+        self.engine.reserve(OtherBytes(others.state, max(needs)))
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""
@@ -264,8 +258,9 @@ class MatrixStep:
         for hook in self.hooks:
             hook.begin(grads)
         without = {i for i, grad in enumerate(grads) if grad is None}
-        for chunk in self._chunks:
-            self._advance(chunk, groups[chunk.group], grads)
+        with in_range("momentum"):
+            for chunk in self._chunks:
+                self._advance(chunk, groups[chunk.group], grads)
         if self._in_results:
             # Their results are not used.
             for i in without:
@@ -278,7 +273,8 @@ class MatrixStep:
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
             arrivals = self.engine.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
-                self._update(groups, number, done, without)
+                with in_range("update"):
+                    self._update(groups, number, done, without)
         self._arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()
@@ -294,7 +290,7 @@ class MatrixStep:
         self._seen: tuple[Sequence[torch.Tensor], ...] = ()  # weights, momentum, results
         self._sources: Rows = {}
         self._targets: Rows = {}
-        # By the number of an arrival, which are the same ones in every step.
+        # Arrivals have the same order in every step.
         self._arrivals: list[list[_Arrival]] = []
         self._num_missing = [self._num_matrices[param] for param in self.params]
         for chunk in self._chunks:
@@ -320,7 +316,6 @@ class MatrixStep:
     def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
         return {each: each.of(tensors[i]) for each, i in self._position.items()}
 
-    @in_range("momentum")
     def _advance(
         self, chunk: _Chunk, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
     ) -> None:
@@ -359,7 +354,6 @@ class MatrixStep:
             if not self.settings.nesterov:
                 torch._foreach_copy_(results, staged)
 
-    @in_range("update")
     def _update(
         self,
         groups: Sequence[Mapping[str, Any]],

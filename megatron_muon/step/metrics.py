@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import gather_objects
-from megatron_muon.runtime.local_rows import StackArgs
+from megatron_muon.runtime.local_rows import StackTask
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import StepHooks
 
@@ -52,7 +52,7 @@ class MetricSums(StepHooks):
         self.num_bytes = 12 * max(sizes, default=0)
         self._group_index = list(group_index)
         self._sizes = [local_tensor(each.param).numel() for each in parameters]
-        # By kind, positions and the norms of their tensors, which the host reads when asked.
+        # Positions and norms of their tensors by kind, which the host reads on request.
         self._norms: dict[str, list[tuple[Sequence[int], torch.Tensor]]] = {}
         self._errors: list[torch.Tensor] = []
 
@@ -63,10 +63,10 @@ class MetricSums(StepHooks):
         held = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
         self._add("gradient", [i for i, _ in held], [grad for _, grad in held])
 
-    def watch(self, stack: StackArgs) -> None:
+    def watch(self, task: StackTask) -> None:
         """Take the first matrix that this rank orthogonalizes alone as the sample."""
-        if not self._errors and len(stack.owners) == 1:
-            self._errors.append(_orthogonality_error(stack.tensor[0]))
+        if not self._errors and len(task.owners) == 1:
+            self._errors.append(_orthogonality_error(task.tensor[0]))
 
     def advanced(self, momentum: Sequence[torch.Tensor]) -> None:
         """Add the squares of momentum."""
@@ -88,36 +88,30 @@ class MetricSums(StepHooks):
             group: Ranks that step together; None for all of the job.
             num_groups: Number of parameter groups of this rank.
         """
-        # Squares by group and kind, and elements of updates.
+        # Squares, and elements of updates, by group and kind.
         sums: defaultdict[tuple[int, str], float] = defaultdict(float)
-        for kind, found in self._norms.items():
-            for positions, norms in found:
+        for kind, entries in self._norms.items():
+            for positions, norms in entries:
                 for i, norm in zip(positions, norms.tolist(), strict=True):
                     sums[self._group_index[i], kind] += self._share[i] * norm**2
                     if kind == "update":
                         sums[self._group_index[i], "elements"] += self._share[i] * self._sizes[i]
-        mine = (
-            num_groups,
-            dict(sums),
-            max((float(error) for error in self._errors), default=0.0),
-        )
-        of_ranks = gather_objects(mine, group)
+        error = max(map(float, self._errors), default=0.0)
+        gathered = gather_objects((num_groups, dict(sums), error), group)
+        total: defaultdict[tuple[int, str], float] = defaultdict(float)
+        for _, rank_sums, _ in gathered:
+            for key, value in rank_sums.items():
+                total[key] += value
         # Ranks may have other groups, as pipeline stages do.
-        numbers = range(max(each[0] for each in of_ranks))
-
-        def total(kind: str, number: int) -> float:
-            """Return a sum over all ranks."""
-            return sum(of_rank.get((number, kind), 0.0) for _, of_rank, _ in of_ranks)
-
-        updated = [total("elements", number) for number in numbers]
+        numbers = range(max(num for num, _, _ in gathered))
         return StepMetrics(
-            tuple(math.sqrt(total("gradient", number)) for number in numbers),
-            tuple(math.sqrt(total("momentum", number)) for number in numbers),
+            tuple(math.sqrt(total[number, "gradient"]) for number in numbers),
+            tuple(math.sqrt(total[number, "momentum"]) for number in numbers),
             tuple(
-                math.sqrt(total("update", number) / count) if count else 0.0
-                for number, count in zip(numbers, updated, strict=True)
+                math.sqrt(total[number, "update"] / (total[number, "elements"] or 1))
+                for number in numbers
             ),
-            max(each[2] for each in of_ranks),
+            max(error for _, _, error in gathered),
         )
 
 

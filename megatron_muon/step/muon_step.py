@@ -161,7 +161,7 @@ class MuonStep:
             rows_device,
             rows_elsewhere=rows_device != self.device,
         )
-        # By position of the step.
+        # Optimizer and parameter by position of the step.
         self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
         self._hooks = self._moments.attach(self._matrix_step, self.plan_inputs, self._state_of)
         self._matrix_step.hooks = list(self._hooks)
@@ -234,9 +234,13 @@ class MuonStep:
             Errors, as sentences: a lack of memory, or other parameters than at construction.
         """
         problems = self._changes()
-        if self._main_params.params:
-            problems += self._main_params.follow(self.state())
-        return problems + self._matrix_step.reserve(others)
+        try:
+            if self._main_params.params:
+                self._main_params.follow(self.state())
+            self._matrix_step.reserve(others)
+        except MemoryError as error:
+            problems.append(str(error))
+        return problems
 
     def _all_params(self) -> list[Any]:
         groups = (group for each in self.optimizers for group in each.param_groups)

@@ -6,6 +6,7 @@ NorMuon and NAMO themselves are in :mod:`megatron_muon.newton_schulz.settings`; 
 elementwise, is here.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ class SecondMoments:
         self.is_elementwise = method == "adamuon"
         self.description = f"{method if isinstance(method, str) else type(method)} {beta2} {eps}"
         self._settings, self._scale = (beta2, eps), scale
-        # By parameter: the values of its plan, and the index of its first matrix.
+        # Values of its plan, and index of its first matrix, by parameter.
         self._places: dict[torch.Tensor, tuple[Moments, int]] = {}
         self._views: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -103,11 +104,11 @@ class SecondMoments:
         """
         engine = step.engine
         # Without a method plans have no values.
-        for plan_input, of_plan, moments in zip(
+        for plan_input, parameters, moments in zip(
             plan_inputs.inputs, plan_inputs.parameters, engine.moments, strict=False
         ):
             counts, first = Counter(plan_input.params), 0
-            for each in of_plan:
+            for each in parameters:
                 self._places[each.param] = moments, first
                 values = moments.values[slice(*moments.range_of(first, counts[each.param]))]
                 self._views[each.param] = _sharded(each.view, values, len(plan_input.domain.ranks))
@@ -116,8 +117,8 @@ class SecondMoments:
             return [GradientNorms(step.params, engine)]
         if not self.is_elementwise:
             return []
-        named = {each.param: each for of_plan in plan_inputs.parameters for each in of_plan}
-        factors = [self._scale(*self._scaled_shape(named[param])) for param in step.params]
+        planned = {each.param: each for each in itertools.chain(*plan_inputs.parameters)}
+        factors = [self._scale(*self._scaled_shape(planned[param])) for param in step.params]
         return [
             AdaMuon(
                 step.params,
@@ -134,16 +135,16 @@ class SecondMoments:
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add missing tensors to a state, and copy loaded values into the values of plans."""
-        for param, of_param in state.items():
-            if self.is_elementwise and "momentum_buffer" in of_param and KEY not in of_param:
-                of_param[KEY] = torch.zeros_like(param, dtype=torch.float32)
+        for param, values in state.items():
+            if self.is_elementwise and "momentum_buffer" in values and KEY not in values:
+                values[KEY] = torch.zeros_like(param, dtype=torch.float32)
         for param in self._places:
             self._place(param, state[param])
 
-    def _place(self, param: torch.Tensor, of_param: dict[str, Any]) -> None:
+    def _place(self, param: torch.Tensor, values: dict[str, Any]) -> None:
         view = self._views[param]
-        local_tensor(view).copy_(local_tensor(of_param.get(KEY, view)))
-        of_param[KEY] = view
+        local_tensor(view).copy_(local_tensor(values.get(KEY, view)))
+        values[KEY] = view
 
     def publish(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Complete a state before a save; nothing to do for views."""

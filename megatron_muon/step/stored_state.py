@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.arena import allocating
 from megatron_muon.runtime.tensors import local_tensor
 
 MAIN_PARAM = "main_param"
@@ -26,13 +27,13 @@ def place_momentum(
     Raises:
         RuntimeError: CPU memory cannot be pinned.
     """
-    for of_param in state.values():
-        if "momentum_buffer" not in of_param:
+    for values in state.values():
+        if "momentum_buffer" not in values:
             continue
-        of_param["momentum_buffer"] = of_param["momentum_buffer"].to(dtype)
+        values["momentum_buffer"] = values["momentum_buffer"].to(dtype)
         if in_cpu_memory:
             try:
-                of_param["momentum_buffer"] = _in_cpu_memory(of_param["momentum_buffer"])
+                values["momentum_buffer"] = _in_cpu_memory(values["momentum_buffer"])
             except RuntimeError as error:
                 raise RuntimeError(
                     "offload_momentum: expected CPU memory that can be pinned, got "
@@ -78,26 +79,21 @@ class MainParams:
             if MAIN_PARAM not in state[param]:
                 state[param][MAIN_PARAM] = param.detach().float()
 
-    def follow(self, state: Mapping[torch.Tensor, Any]) -> list[str]:
+    def follow(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Copy elements that were changed since the last step, as by loading weights.
 
         Such an element is not its copy rounded. Versions of tensors do not tell: those of DTensors
-        stay. Called before ranks agree to step, as it needs memory: 7 bytes an element of the
-        largest parameter.
+        stay. Called before ranks agree to step, as it needs memory.
 
-        Returns:
-            Errors, as sentences.
+        Raises:
+            MemoryError: The device has too little memory, with sizes.
+
+        Memory: 7 bytes an element of the largest parameter.
         """
-        try:
-            for param in self.params:
-                own, main = local_tensor(param), local_tensor(state[param][MAIN_PARAM])
+        for param in self.params:
+            own, main = local_tensor(param), local_tensor(state[param][MAIN_PARAM])
+            with allocating(7 * own.numel(), own.device, "the comparison of a weight"):
                 main.copy_(torch.where(main.to(own.dtype) == own, main, own))
-        # A GPU raises torch.OutOfMemoryError, which is one of these.
-        except RuntimeError as error:
-            return [
-                f"expected memory to compare weights with their copies, got {first_line(error)}"
-            ]
-        return []
 
     def install(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Round the copies into the parameters, after a step."""

@@ -79,9 +79,9 @@ def test_moments_of_a_stack_are_those_of_its_blocks():
     )
     assert len(moments.values) == 3 + 2 * (8 + 4 + 4)
     wide = [Part(matrix, block, (0,), 0, 0, 2, 0, 4) for matrix in (1, 2) for block in (1, 2)]
-    index = moments.own(wide)
+    index = moments.claim(wide)
     assert index.shape == (4, 1, 4)
     assert index[:, 0, 0].tolist() == [3 + 8, 3 + 12, 3 + 16 + 8, 3 + 16 + 12]
     assert moments.first(2, 0) == 19
     assert moments.range_of(1, 2) == (3, 35)
-    assert moments.own([Part(2, 0, (0,), 0, 0, 8, 0, 4)]).flatten().tolist() == [*range(19, 27)]
+    assert moments.claim([Part(2, 0, (0,), 0, 0, 8, 0, 4)]).flatten().tolist() == [*range(19, 27)]

@@ -8,8 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from helpers.device import device
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, each_of
+
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.engine_builder import on_all_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
@@ -57,14 +62,15 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
 
 
 def _assert_refused(errors: list[str], cases: list[tuple[str, int]]) -> None:
-    for error, (what, _) in zip(errors, cases, strict=True):
+    for error, (what, num_arenas) in zip(errors, cases, strict=True):
         assert "See the documentation" not in error and "rank 0:" not in error
-        assert "lower --muon-fsdp-staging-bytes (now 1,000,000)" in error
+        assert "Lower --muon-fsdp-staging-bytes (now 1,000,000)" in error
         if what == "norms":
             assert "rank 1: CUDA out of memory." in error
             continue
-        asked = r"rank 1: expected \d[\d,]* bytes on (cpu|cuda:\d) for messages and stacks"
-        assert re.search(asked, error)
+        purpose = "results and momentum" if num_arenas else "messages and stacks"
+        requested = rf"rank 1: expected \d[\d,]* bytes on (cpu|cuda:\d) for {purpose}, got "
+        assert re.search(requested, error)
         reason = (
             "OutOfMemoryError: CUDA out of memory. Tried" if what == "gpu" else "RuntimeError: "
         )
@@ -88,6 +94,26 @@ def test_allocation_that_fails_on_a_cpu_is_an_error_on_all():
     cases = [("cpu", 0), ("cpu", 1)]
     for errors in run_ranks(2, each_of, _error_without_memory, cases).check().results:
         _assert_refused(errors, cases)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (AssertionError("a kernel is wrong"), False),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+    ],
+)
+def test_fault_at_construction_keeps_its_traceback(error, is_memory):
+    """The cause was lost, and every fault advised to save memory."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match="rank 0: ") as raised:
+        on_all_ranks(fail, ExchangeSettings(), device())
+    assert raised.value.__cause__ is error
+    assert ("staging_bytes" in str(raised.value)) == is_memory
 
 
 def _build_within(limit: int) -> str:

@@ -21,7 +21,7 @@ def _block_norms(shapes: list[tuple[int, int]]) -> norms.BlockNorms:
     plan: Any = SimpleNamespace(
         matrices=[one_matrix([rows], num_cols=cols) for rows, cols in shapes]
     )
-    return norms.BlockNorms(plan, 0, None, device(), device())
+    return norms.BlockNorms(plan, None, device(), device())
 
 
 @pytest.mark.parametrize("shape", SHAPES)

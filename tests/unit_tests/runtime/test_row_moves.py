@@ -40,7 +40,6 @@ def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> t
         [BoundPlan(plan, {i: i for i in range(num_matrices)}, None, None, {})],
         RankSchedule.build([plan], rank=0),
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
-        rank=0,
         device=CPU,
     )
     generator = torch.Generator().manual_seed(0)

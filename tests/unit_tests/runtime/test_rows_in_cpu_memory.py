@@ -37,7 +37,6 @@ def _engine(comm_dtype: str, on: torch.device, rows_device: torch.device | None)
         [BoundPlan(plan, {i: i for i in range(len(matrices))}, None, None, {})],
         RankSchedule.build([plan], rank=0),
         NewtonSchulzSettings(5, "quintic", comm_dtype == "bf16", lambda rows, cols: (0.3, 0.7)),
-        rank=0,
         device=on,
         rows_device=rows_device,
     )

@@ -9,7 +9,7 @@ from helpers.stacks import settings
 
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
-from megatron_muon.runtime.local_rows import StackArgs
+from megatron_muon.runtime.local_rows import StackTask
 
 pytestmark = pytest.mark.cpu_only
 
@@ -18,7 +18,7 @@ def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
     """Orthogonalize a stack as a step does."""
     found = stack.clone()
     whole = stack.shape[1], stack.shape[2]
-    StackArgs(found, BACKENDS[backend], NewtonSchulzArgs(settings(), whole, True), (0,)).run()
+    StackTask(found, BACKENDS[backend], NewtonSchulzArgs(settings(), whole, True), (0,)).run()
     return found
 
 

@@ -142,7 +142,6 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         [BoundPlan(plan, parameters, dist.group.WORLD, None, {})],
         RankSchedule.build([plan], rank),
         settings,
-        rank=rank,
         device=torch.device("cpu"),
     )
     gathers = engine.runners[0]._gathers
