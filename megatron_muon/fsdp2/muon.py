@@ -71,7 +71,6 @@ class Muon(WholeMatrixMuon):
         extra_scale_factor: Another factor of results.
         use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
         exchange: Settings of the exchange; None for the defaults.
-        group: Ranks that step together; None for all ranks that have parameters.
         process_group: Ranks with copies of this rank's plain tensors, as under DDP.
         tensor_group: Ranks with the other shards of plain tensors with a ``partition_dim`` of 0 or
             1 (tensor parallelism of Transformer Engine or Megatron), in the order of the shards,
@@ -136,7 +135,6 @@ class Muon(WholeMatrixMuon):
         extra_scale_factor: float = 1.0,
         use_syrk: bool = False,
         exchange: ExchangeSettings | None = None,
-        group: dist.ProcessGroup | None = None,
         process_group: dist.ProcessGroup | None = None,
         tensor_group: dist.ProcessGroup | None = None,
         newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -198,7 +196,6 @@ class Muon(WholeMatrixMuon):
             device,
             rows_device,
             problems=problems,
-            group=group,
             has_others=bool(other_parameters),
         )
         self.engine = self.muon_step.engine

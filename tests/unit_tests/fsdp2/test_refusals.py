@@ -109,12 +109,10 @@ def _unlike_ranks(w: Any, second: Any) -> list[tuple[str, Any]]:
 def _wrong_settings() -> list[tuple[str, dict[str, Any]]]:
     """Return settings that Muon refuses, or that are not the same on both ranks."""
     rank = dist.get_rank()
-    alone = [dist.new_group([each]) for each in range(2)][rank]
     bf16 = ExchangeSettings(comm_dtype="bf16")
     # With a limit a rank joins collectives more.
     limited = ExchangeSettings(staging_bytes=10**9 if rank else None)
     return [
-        ("w: expected ranks 0 to 1, which exchange it, in one group", {"group": alone}),
         ("weight_decay_method: expected one of", {"weight_decay_method": "none"}),
         ("fp32_matmul_prec: expected one of", {"fp32_matmul_prec": "bf16"}),
         ("scale_mode: expected one of", {"scale_mode": "rms"}),
