@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import planned_parameters
+from megatron_muon.fsdp2.parameters import as_split_sizes, planned_parameters
 from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.second_moments import KEY
@@ -70,10 +70,7 @@ def arranged(
             problems.append(f"group {number}: expected parameters of one group, got several")
         for key, default in PLANNED.items():
             loaded, kept = values.get(key, default), group.get(key, default)
-            # A checkpoint may have made a list of a tuple.
-            if (tuple(loaded) if isinstance(loaded, list) else loaded) != (
-                tuple(kept) if isinstance(kept, list) else kept
-            ):
+            if as_split_sizes(loaded) != as_split_sizes(kept):
                 warnings.warn(
                     f"group {number}: the checkpoint has {key} {loaded}, this run {kept}, which it "
                     "keeps.",

@@ -35,6 +35,11 @@ from megatron_muon.runtime.agreement import gather_objects, own_rank
 from megatron_muon.runtime.tensors import local_tensor
 
 
+def as_split_sizes(sizes: Any) -> Any:  # noqa: ANN401 - not validated yet
+    """Return split sizes with tuples for lists, which checkpoints make of tuples."""
+    return tuple(sizes) if isinstance(sizes, list) else sizes
+
+
 def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
     """Yield the parameters of groups, viewed as they are."""
     number = 0
@@ -43,13 +48,12 @@ def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Pl
             f"parameter {number + i}" for i in range(len(group["params"]))
         ]
         number += len(names)
-        sizes = group.get("split_sizes")
         for name, param in zip(names, group["params"], strict=True):
             yield PlannedParameter(
                 name,
                 param,
                 param,
-                tuple(sizes) if isinstance(sizes, list | tuple) else sizes,
+                as_split_sizes(group.get("split_sizes")),
                 group.get("transposed", False),
                 group.get("flatten", False),
             )

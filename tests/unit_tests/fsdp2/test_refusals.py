@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, problems
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, validation
 
 pytestmark = pytest.mark.ranks
 
@@ -141,7 +141,7 @@ def _refuse_to_build() -> None:
     # torch times kernels on rank 1; its list of chunks says something else in a later release.
     with mock.patch.dict("os.environ", PYTORCH_TUNABLEOP_ENABLED=str(dist.get_rank())):
         _assert_refused("rank 1: PYTORCH_TUNABLEOP_ENABLED", partial(Muon, [w]))
-    with mock.patch.object(problems, "checkpointed_box", lambda param: ((1, 4), (0, 4))):
+    with mock.patch.object(validation, "checkpointed_box", lambda param: ((1, 4), (0, 4))):
         _assert_refused("expected a shard of ranges", partial(Muon, [w]))
 
 
