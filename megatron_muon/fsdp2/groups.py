@@ -125,13 +125,15 @@ class _Occurrence(NamedTuple):
         # A bare tensor may be anything.
         is_weight = bool(_WEIGHT.fullmatch(self.name.rpartition(".")[2]))
         if num_dims == 3:
-            return is_weight and any(map(_has_experts, (self.module, *self.parents[:1])))
+            is_named = "expert" in f"{self.name} {type(self.module).__name__}".lower()
+            beside = self.module, *self.parents[:1]
+            return is_named or (is_weight and any(map(_has_experts, beside)))
         # weight_norm makes a direction and its length of a weight.
         return (self.is_linear or is_weight) and not hasattr(self.module, "weight_g")
 
 
 def _has_experts(module: torch.nn.Module) -> bool:
-    names = (type(module).__name__.lower(), *vars(module), *module._modules)
+    names = (type(module).__name__.lower(), *vars(module), *module._modules, *module._parameters)
     return any(name.endswith("experts") for name in names)
 
 

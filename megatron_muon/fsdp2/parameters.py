@@ -37,7 +37,7 @@ from megatron_muon.runtime.tensors import local_tensor
 
 def as_split_sizes(sizes: Any) -> Any:  # noqa: ANN401 - not validated yet
     """Return split sizes with tuples for lists, which checkpoints make of tuples."""
-    return tuple(sizes) if isinstance(sizes, list) else sizes
+    return tuple(sizes) if isinstance(sizes, list | tuple) else sizes
 
 
 def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:

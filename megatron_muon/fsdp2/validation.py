@@ -136,24 +136,20 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
     # Other sizes of an empty shard vary: FSDP2 sometimes makes them 0, too.
     if 0 in sizes and 0 in shape:
         return None
-    if parameter.known_boxes is not None:
-        if shape == sizes:
-            return None
-        return (
-            f"expected ranges {box}, as its buffer or partition_dim says, got shape {shape}. "
-            "Report it"
-        )
-    plain = [sharded_dim(placement) for placement in placements if not is_strided(placement)]
-    if hasattr(mesh, "_shard_order") and any(plain.count(dim) > 1 for dim in range(param.ndim)):
+    is_known = parameter.known_boxes is not None
+    dims = [sharded_dim(placement) for placement in placements if not is_strided(placement)]
+    is_cut_twice = any(dims.count(dim) > 1 for dim in range(param.ndim))
+    if not is_known and is_cut_twice and hasattr(mesh, "_shard_order"):
         return (
             "expected a parameter of the model on a mesh of Megatron-FSDP, got a copy, which does "
             f"not say in which order the axes of {placements} have cut it. Pass the parameter"
         )
     # Twice: by the shard itself, and by torch's checkpoints, which know the split factors of
     # strided shards.
-    if shape != sizes or checkpointed_box(param) != box:
+    saved_box = box if is_known else checkpointed_box(param)
+    if (shape, saved_box) != (sizes, box):
         return (
-            f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "
-            f"shape {shape} at {checkpointed_box(param)}. Report it, with {placements}"
+            f"expected a shard of ranges {box} of {tuple(param.shape)}, got shape {shape} at "
+            f"{saved_box}. Report it, with {placements}"
         )
     return None
