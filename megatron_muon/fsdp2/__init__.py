@@ -12,8 +12,9 @@ Files; imports point upwards::
 
     parameters   planned views of plain tensors, convolutions and Megatron-FSDP's parameters
     gradients    agreement on missing and non-finite gradients
-    problems     settings, and errors of arguments and parameters
-    loading      validates a state that is loaded
+    settings     keyword arguments of Muon
+    validation   refuses parameters at construction
+    loading      refuses optimizer states on load
     muon         Muon
     fused        layout of a matrix, from its module
     groups       the parameters of a model, sorted by evidence

@@ -8,6 +8,7 @@ and then nothing is split.
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,11 +28,15 @@ _GATED = {
     "ff_proj": "ff_out",
 }
 _QUERY_KEY_VALUE = ("query_key_value", "qkv_proj", "qkv", "Wqkv", "c_attn", "in_proj_weight")
-_FUSED = re.compile("|".join((*_QUERY_KEY_VALUE, "gate_up", "qkv")))
+_FUSED = re.compile("|".join((*_QUERY_KEY_VALUE, "gate_up")))
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _GROUPS = (
-    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"),
-    *("num_query_groups", "n_query_groups"),
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "kv_heads",
+    "num_query_groups",
+    "n_query_groups",
 )
 _EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts")
 
@@ -62,14 +67,14 @@ def layout_of(
         param: ``(outputs, inputs)`` or its transpose, also as a batch.
     """
     shape = tuple(param.shape[-2:])
-    # Stacked rows: of gates, and of experts in two dimensions. Not by a configuration: modules
-    # beside the experts have it too.
-    numbers = [vars(module)[name] for name in _EXPERTS if type(vars(module).get(name)) is int]
-    size = shape[0] // (max(numbers, default=0) or shape[0])
+    # Gates or experts as blocks of rows. A configuration does not count: modules beside the experts
+    # have it too.
+    num_blocks = _number(_EXPERTS, module) or 1
     if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
-        size = module.hidden_size
-    if param.ndim == 2 and module is container and 1 < size < shape[0] and shape[0] % size == 0:
-        return Layout(shape[0] // size, False, False)
+        num_blocks = shape[0] // module.hidden_size
+    is_stacked = 1 < num_blocks < shape[0] and shape[0] % num_blocks == 0
+    if param.ndim == 2 and module is container and is_stacked:
+        return Layout(num_blocks, False, False)
     # GPT-2's "Conv1D", a linear layer of transformers.
     is_conv1d = shape == (getattr(module, "nx", None), getattr(module, "nf", None))
     is_transposed = is_conv1d or getattr(container, "is_transposed", False) is True
@@ -91,21 +96,21 @@ def layout_of(
 def _gated_shapes(
     container: torch.nn.Module, key: str, param: torch.Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of a fused gate and up, and of the matrix behind it; None of others."""
-    for up, down in _GATED.items():
-        if key in (up, down):
-            # Parameters of the module, or of linear layers in it; ``param`` may be in a wrapper.
-            both = [param if name == key else getattr(container, name, None) for name in (up, down)]
-            weights = [getattr(module, "weight", module) for module in both]
-            if all(isinstance(weight, torch.Tensor) for weight in weights):
-                return tuple(weights[0].shape[-2:]), tuple(weights[1].shape[-2:])  # type: ignore[union-attr]
+    """Return the shapes of a fused gate and up, and of the matrix behind it, or None."""
+    for pair in _GATED.items():
+        # Parameters of the module, or of linear layers in it; ``param`` may be in a wrapper.
+        layers = [param if name == key else getattr(container, name, None) for name in pair]
+        weights = [getattr(layer, "weight", layer) for layer in layers]
+        if key in pair and all(isinstance(weight, torch.Tensor) for weight in weights):
+            return tuple(weights[0].shape[-2:]), tuple(weights[1].shape[-2:])  # type: ignore[union-attr]
     return None
 
 
 def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs: int) -> SplitSizes:
     """Return the split sizes of query, key and value, or None."""
-    heads, groups = _number(container, _HEADS), _number(container, _GROUPS)
-    head_dim = _number(container, ("head_dim", "head_size"))
+    holders = container, getattr(container, "config", None)
+    heads, groups = _number(_HEADS, *holders), _number(_GROUPS, *holders)
+    head_dim = _number(("head_dim", "head_size"), *holders)
     # Falcon and GPT-BigCode have the attribute; the name is Megatron's, for query, key and value
     # group by group.
     is_by_group = key == "query_key_value" or hasattr(container, "multi_query")
@@ -123,16 +128,12 @@ def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs:
     if not heads or not groups or outputs % (heads + 2 * groups):
         return None
     dim = outputs // (heads + 2 * groups)
-    if head_dim not in (None, dim) or (is_by_group and heads % groups):
+    if head_dim not in (None, dim):
         return None
     return (heads // groups * dim, dim, dim) if is_by_group else (heads * dim, *2 * (groups * dim,))
 
 
-def _number(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:
-    """Return the first of some numbers that a module or its configuration has."""
-    for holder in (module, getattr(module, "config", None)):
-        for name in names:
-            number = getattr(holder, name, None)
-            if type(number) is int and number > 0:
-                return number
-    return None
+def _number(names: Sequence[str], *holders: object) -> int | None:
+    """Return the first positive number among attributes of modules and configurations."""
+    numbers = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((number for number in numbers if type(number) is int and number > 0), None)

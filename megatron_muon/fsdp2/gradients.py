@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.fsdp2.parameters import ranks_with
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
 from megatron_muon.rows.parameters import PlannedParameter, ranks_of_mesh
 from megatron_muon.rows.plan_inputs import PlanInputs
@@ -49,7 +50,6 @@ def by_holders(
         others: Parameters that AdamW or Lion steps.
         copies: Ranks with copies of plain tensors; None for this one alone.
     """
-    ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
     holders = {
         GradientKey(parameter.name, plan.domain.ranks, True): parameter
         for plan, parameters in zip(plan_inputs.inputs, plan_inputs.parameters, strict=True)
@@ -57,8 +57,8 @@ def by_holders(
     }
     for parameter in others:
         mesh = getattr(parameter.param, "device_mesh", None)
-        mesh_ranks = ranks if mesh is None else ranks_of_mesh(mesh)
-        holders[GradientKey(parameter.name, mesh_ranks, False)] = parameter
+        ranks = ranks_with(copies) if mesh is None else ranks_of_mesh(mesh)
+        holders[GradientKey(parameter.name, ranks, False)] = parameter
     return holders
 
 

@@ -2,8 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sort the parameters of a model into groups, by evidence that they are matrices.
 
-Muon gets weights of modules that multiply by them, and batches of experts. docs/fsdp2.md has the
-rule as a table.
+The first rule that matches a parameter decides. All modules and names of a shared parameter count.
+docs/fsdp2.md has the reasons::
+
+    use_muon of the parameter or its module         Muon if True, AdamW if False
+    convolution                                     AdamW, or Muon with ``flatten``
+    other than 2 or 3 dimensions, or a side of 1    AdamW
+    module is an embedding, or name matches         AdamW: embedding, head, router, norm, bias, LoRA
+    gate beside experts                             AdamW: router
+    outside of blocks, as many outputs as tokens    AdamW: head
+    batch of matrices of experts                    Muon
+    weight of a linear layer, *_weight, *_proj      Muon
+    other                                           AdamW, with a warning
 """
 
 import logging
@@ -16,31 +26,33 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_muon.fsdp2.fused import Layout, layout_of
-from megatron_muon.fsdp2.parameters import partition_dim
+from megatron_muon.fsdp2.parameters import as_split_sizes, partition_dim
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import own_rank
 
 logger = logging.getLogger(__name__)
 
-# Regular expressions by kind, searched in names without wrappers: of the module or its parent.
-_BY_NAME = {
-    "embedding": r"embed[^.]*(\.[^.]+)?$|(^|\.)w[tp]e\.[^.]+$",
+# Kinds by regular expression, searched in names without wrappers: of the module or its parent.
+_KINDS = {
+    r"embed[^.]*(\.[^.]+)?$|(^|\.)w[tp]e\.[^.]+$": "embedding",
     # At the rates of LoRA, of 1e-3 and less, AdamW adapts faster (docs/fsdp2.md).
-    "adapter": r"(^|\.)lora_",
-    "router": r"router(\.[^.]+)?\.[^.]+$",
-    # Of several layers outside of blocks, where attention has heads.
-    "head": r"(^|\.)(\w+_)?(heads?|logits|score|classifier|qa_outputs|seq_relationship|bbox_pred)"
-    r"\.weight$|^(?!.*\.\d+\.[^.]+\.)(.*\.)?(\w+_)?(heads?|logits|score|classifier)\.\w+\.weight$",
+    r"(^|\.)lora_": "adapter",
+    r"router(\.[^.]+)?\.[^.]+$": "router",
+    # A module with several layers is a head outside of blocks alone: attention has heads too.
+    r"(^|\.)(\w+_)?(heads?|logits|score|classifier|qa_outputs|seq_relationship|bbox_pred)"
+    r"\.weight$|^(?!.*\.\d+\.[^.]+\.)(.*\.)?(\w+_)?(heads?|logits|score|classifier)\.\w+"
+    r"\.weight$": "head",
     # Blocks have such layers too.
-    "output layer": r"^(?!.*(\.\d+\.[^.]+\.|att|mlp|ffn|feed)).*?"
-    r"(^|\.)(output|output_layer|out_embed|proj_out|fc_out|final_layer|unembed)\.[^.]+$",
-    "norm": r"norm[^.]*\.[^.]+$|(^|\.)ln_[^.]*\.[^.]+$",
-    "bias": r"bias[^.]*$",
+    r"^(?!.*(\.\d+\.[^.]+\.|att|mlp|ffn|feed)).*?"
+    r"(^|\.)(output|output_layer|out_embed|proj_out|fc_out|final_layer|unembed)"
+    r"\.[^.]+$": "output layer",
+    r"norm[^.]*\.[^.]+$|(^|\.)ln_[^.]*\.[^.]+$": "norm",
+    r"bias[^.]*$": "bias",
 }
 # Regular expressions for embeddings, adapters, heads, norms, biases and routers.
-ELEMENTWISE_NAMES = tuple(_BY_NAME.values())
+ELEMENTWISE_NAMES = tuple(_KINDS)
 
-# Of torch.compile, DDP, FSDP1, activation checkpointing and LoRA.
+# Modules of torch.compile, DDP, FSDP1, activation checkpointing and LoRA.
 _WRAPPERS = re.compile(
     r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer|"
     r"original_module|modules_to_save\.\w+)\."
@@ -58,32 +70,29 @@ class Choice(NamedTuple):
         algorithm: Algorithm of its group.
         reason: Evidence, a few words.
         is_unclear: Whether there was no evidence, or contradicting evidence.
-        split_sizes: See :class:`~megatron_muon.fsdp2.muon.Muon`.
-        is_transposed: Whether matrices are stored as (inputs, outputs).
-        is_flattened: Whether a convolution is a matrix of output channels.
+        layout: Keys of its group: ``split_sizes``, ``transposed`` and ``flatten``.
     """
 
     name: str
     param: torch.Tensor
     algorithm: str
     reason: str
-    is_unclear: bool = False
-    split_sizes: SplitSizes = None
-    is_transposed: bool = False
-    is_flattened: bool = False
+    is_unclear: bool
+    layout: Mapping[str, Any]
 
     @property
     def kind(self) -> str:
         """Algorithm, layout and reason, as a line of the log."""
-        layout = "" if self.split_sizes is None else f", split {self.split_sizes}"
-        return f"{self.algorithm}{layout}{', transposed' * self.is_transposed}: {self.reason}"
+        split = "".join(f", split {v}" for k, v in self.layout.items() if k == "split_sizes")
+        transposed = ", transposed" * ("transposed" in self.layout)
+        return f"{self.algorithm}{split}{transposed}: {self.reason}"
 
 
-class _Place(NamedTuple):
-    """A place of a parameter in a model.
+class _Occurrence(NamedTuple):
+    """An occurrence of a parameter in a model; shared parameters have several.
 
     Args:
-        name: Name of the parameter there, without wrappers.
+        name: Name of the parameter, without wrappers.
         module: Module that has the parameter.
         parents: Modules around it, the innermost first.
     """
@@ -91,11 +100,6 @@ class _Place(NamedTuple):
     name: str
     module: torch.nn.Module
     parents: Sequence[torch.nn.Module]
-
-    @property
-    def leaf(self) -> str:
-        """Name of the parameter in its module."""
-        return self.name.rpartition(".")[2]
 
     @property
     def is_linear(self) -> bool:
@@ -110,83 +114,66 @@ class _Place(NamedTuple):
         return "embed" in type(self.module).__name__.lower() and not self.is_linear
 
     @property
-    def has_experts(self) -> bool:
-        """Whether the parameter is a batch of experts, by its name, or its module's attributes."""
-        if "expert" in f"{self.name} {type(self.module).__name__}".lower():
-            return True
-        has_experts = any(map(_says_experts, (self.module, *self.parents[:1])))
-        return has_experts and bool(_WEIGHT.fullmatch(self.leaf))
-
-    @property
     def is_router(self) -> bool:
-        """Whether it chooses experts: a gate beside them."""
-        *_, above, name, _ = ["", "", *self.name.split(".")]
-        beside = (
-            self.parents[:1] if name == "gate" else self.parents[1:2] if above == "gate" else ()
-        )
-        return any(map(_says_experts, beside)) or "Router" in type(self.module).__name__
+        """Whether it is a gate beside experts, or a layer of that gate."""
+        names = self.name.split(".")[-2:-4:-1]
+        beside = self.parents[names.index("gate") :][:1] if "gate" in names else ()
+        return any(map(_has_experts, beside)) or "Router" in type(self.module).__name__
 
-    @property
-    def is_matrix(self) -> bool:
-        """Whether the module multiplies by the parameter, a matrix."""
-        # A bare tensor may be anything; weight_norm makes a direction and its length of a weight.
-        is_factor = hasattr(self.module, "weight_g") and hasattr(self.module, "weight_v")
-        return not is_factor and (self.is_linear or bool(_WEIGHT.fullmatch(self.leaf)))
+    def is_matrix(self, num_dims: int) -> bool:
+        """Whether the module multiplies by the parameter: a matrix, or the matrices of experts."""
+        # A bare tensor may be anything.
+        is_weight = bool(_WEIGHT.fullmatch(self.name.rpartition(".")[2]))
+        if num_dims == 3:
+            is_named = "expert" in f"{self.name} {type(self.module).__name__}".lower()
+            beside = self.module, *self.parents[:1]
+            return is_named or (is_weight and any(map(_has_experts, beside)))
+        # weight_norm makes a direction and its length of a weight.
+        return (self.is_linear or is_weight) and not hasattr(self.module, "weight_g")
 
 
-def _says_experts(module: torch.nn.Module) -> bool:
+def _has_experts(module: torch.nn.Module) -> bool:
     names = (type(module).__name__.lower(), *vars(module), *module._modules, *module._parameters)
     return any(name.endswith("experts") for name in names)
 
 
-def _is_convolution(param: torch.Tensor, place: _Place) -> bool:
-    return isinstance(place.module, _ConvNd) and param.ndim > 2
-
-
-def _places(model: torch.nn.Module) -> dict[torch.Tensor, list[_Place]]:
-    """Return the places of all parameters; shared ones have several."""
+def _occurrences(model: torch.nn.Module) -> dict[torch.Tensor, list[_Occurrence]]:
+    """Return the occurrences of all parameters."""
     # Modules come after their wrapper.
     modules = {
-        _WRAPPERS.sub("", f"{path}.").lstrip("."): module
+        _WRAPPERS.sub("", f"{path}.").strip("."): module
         for path, module in model.named_modules(remove_duplicate=False)
     }
-    places: dict[torch.Tensor, list[_Place]] = defaultdict(list)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        short = _WRAPPERS.sub("", name)
-        *path, _ = short.split(".")
-        parents = [
-            modules["".join(f"{part}." for part in path[:depth])]
-            for depth in reversed(range(len(path)))
-        ]
-        places[param].append(_Place(short, model.get_submodule(name.rpartition(".")[0]), parents))
-    return places
+    occurrences: dict[torch.Tensor, list[_Occurrence]] = defaultdict(list)
+    for full_name, param in model.named_parameters(remove_duplicate=False):
+        name = _WRAPPERS.sub("", full_name)
+        path = name.split(".")[:-1]
+        parents = [modules[".".join(path[:depth])] for depth in reversed(range(len(path)))]
+        module = model.get_submodule(full_name.rpartition(".")[0])
+        occurrences[param].append(_Occurrence(name, module, parents))
+    return occurrences
 
 
-def _routers_and_heads(places: Mapping[torch.Tensor, Sequence[_Place]]) -> dict[torch.Tensor, str]:
-    """Return the parameters that choose experts or tokens, with the evidence.
+def _heads(occurrences: Mapping[torch.Tensor, Sequence[_Occurrence]]) -> set[torch.Tensor]:
+    """Return the layers outside of blocks with as many outputs as an embedding has rows.
 
-    A head is a layer outside of blocks with as many outputs as rows of an embedding, and no later
-    layer takes them.
+    A layer whose outputs a later layer takes is no head.
     """
     # Positions are fewer than tokens, and often as many as a layer has outputs.
     vocabularies = {
         param.shape[0]
-        for param, its_places in places.items()
-        for place in its_places
-        if param.ndim and place.is_embedding and not re.search(r"pos|wpe", place.name)
+        for param, uses in occurrences.items()
+        if param.ndim and any(o.is_embedding and not re.search("pos|wpe", o.name) for o in uses)
     }
-    reasons = {}
-    inputs_of_later: set[int] = set()
-    for param, its_places in reversed([*places.items()]):
-        for place in reversed(its_places):
-            if place.is_linear and param.ndim == 2 and not _IN_BLOCK.search(place.name):
-                outputs, inputs = param.shape
-                if outputs in vocabularies and outputs not in {inputs, *inputs_of_later}:
-                    reasons[param] = "head, with as many outputs as an embedding has rows"
-                inputs_of_later.add(inputs)
-        if any(place.is_router for place in its_places):
-            reasons[param] = "router"
-    return reasons
+    heads: set[torch.Tensor] = set()
+    later_inputs: set[int] = set()
+    for param, uses in reversed([*occurrences.items()]):
+        if param.ndim == 2 and any(o.is_linear and not _IN_BLOCK.search(o.name) for o in uses):
+            outputs, inputs = param.shape
+            later_inputs.add(inputs)
+            if outputs in vocabularies - later_inputs:
+                heads.add(param)
+    return heads
 
 
 def choose(
@@ -198,110 +185,106 @@ def choose(
     splits: Mapping[str, SplitSizes] | None = None,
 ) -> list[Choice]:
     """Choose algorithm and layout of all trainable parameters; see :func:`parameter_groups`."""
-    places, splits = _places(model), splits or {}
-    patterns = {pattern: f"name {pattern}" for pattern in elementwise_names}
-    patterns |= {pattern: kind for kind, pattern in _BY_NAME.items() if pattern in patterns}
+    occurrences, splits = _occurrences(model), splits or {}
+    own_names = set(elementwise_names).difference(ELEMENTWISE_NAMES)
     # With patterns of their own, users choose heads and routers.
-    has_defaults = patterns.keys() >= set(ELEMENTWISE_NAMES)
-    routers_and_heads = _routers_and_heads(places) if has_defaults else {}
+    has_defaults = set(elementwise_names) >= set(ELEMENTWISE_NAMES)
+    heads = _heads(occurrences)
     choices = []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        its_places = places[param]
-        evidence = _evidence(param, its_places)
-        against = _evidence_against(name, param, its_places, patterns, flatten)
-        against = against or routers_and_heads.get(param)
-        requests = [
-            getattr(owner, "use_muon", None)
-            for owner in (param, *(place.module for place in its_places))
-        ]
+        uses = occurrences[param]
+        is_convolution = isinstance(uses[0].module, _ConvNd) and param.ndim > 2
+        evidence = "convolution" if is_convolution else "experts" if param.ndim == 3 else "linear"
+        against = "convolution" if is_convolution and not flatten else None
+        against = against or _evidence_against(param, uses, is_convolution)
+        against = against or _name_against([name, *(o.name for o in uses)], elementwise_names)
+        if has_defaults and not against:
+            if any(o.is_router for o in uses):
+                against = "router"
+            elif param in heads:
+                against = "head, with as many outputs as an embedding has rows"
+        is_matrix = is_convolution or any(o.is_matrix(param.ndim) for o in uses)
+        requests = [getattr(o, "use_muon", None) for o in (param, *(o.module for o in uses))]
         if False in requests:
-            evidence, against = None, "use_muon is False"
+            against = "use_muon is False"
         elif True in requests:
-            evidence, against = "use_muon is True", None
-        if evidence and not against:
-            choices.append(_choose_muon(name, param, evidence, its_places[0], splits))
+            is_matrix, evidence, against = True, "use_muon is True", None
+        if is_matrix and not against:
+            layout, is_unclear = _layout(name, param, uses[0], splits, is_convolution)
+            evidence += ", fused, in one matrix" * is_unclear
+            choices.append(Choice(name, param, "muon", evidence, is_unclear, layout))
             continue
-        # A linear layer called embedding.
-        is_unclear = against == "embedding" and all(place.is_linear for place in its_places)
-        if not against:
-            against, is_unclear = "no linear layer and no experts", True
-        choices.append(Choice(name, param, elementwise, against, is_unclear))
+        # A linear layer called embedding is unclear too.
+        is_unclear = not against or (against == "embedding" and all(o.is_linear for o in uses))
+        reason = against or "no linear layer and no experts"
+        choices.append(Choice(name, param, elementwise, reason, is_unclear, {}))
     if not choices:
         raise ValueError("model: expected trainable parameters, got none. Set requires_grad")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     muon_names = [choice.name for choice in choices if choice.algorithm == "muon"]
-    for argument, expressions, searched in (
-        ("elementwise_names", set(elementwise_names).difference(ELEMENTWISE_NAMES), names),
-        ("splits", set(splits), muon_names),
+    for argument, noun, patterns, searched in (
+        ("elementwise_names", "parameters", own_names, names),
+        ("splits", "parameters of Muon", set(splits), muon_names),
     ):
-        unused = [e for e in expressions if not any(re.search(e, name) for name in searched)]
+        unused = [p for p in patterns if not any(re.search(p, name) for name in searched)]
         if unused:
             raise ValueError(
-                f"{argument}: expected patterns that find parameters"
-                f"{' of Muon' if argument == 'splits' else ''}, got {sorted(unused)}, which find "
+                f"{argument}: expected patterns that find {noun}, got {sorted(unused)}, which find "
                 "none. Look at model.named_parameters()"
             )
+    _log(choices)
     return choices
 
 
 def _evidence_against(
-    name: str,
-    param: torch.Tensor,
-    places: Sequence[_Place],
-    patterns: Mapping[str, str],
-    flatten: bool,
+    param: torch.Tensor, uses: Sequence[_Occurrence], is_convolution: bool
 ) -> str | None:
-    """Return the reason that a parameter is no matrix, or None."""
-    is_convolution = _is_convolution(param, places[0])
-    if is_convolution and not flatten:
-        return "convolution"
+    """Return the reason of shape or module that a parameter is no matrix, or None."""
     if not is_convolution and param.ndim not in (2, 3):
         return "vector" if param.ndim < 2 else f"{param.ndim} dimensions"
     if 1 in (param.shape[:2] if is_convolution else param.shape[-2:]):
         return "a side of 1"
-    if any(place.is_embedding for place in places):
-        return "embedding"
-    names = [name, *(place.name for place in places)]
-    for pattern, reason in patterns.items():
+    return "embedding" if any(o.is_embedding for o in uses) else None
+
+
+def _name_against(names: Sequence[str], patterns: Iterable[str]) -> str | None:
+    """Return the kind of the first pattern that one of the names matches, or None."""
+    for pattern in patterns:
         if any(re.search(pattern, name) for name in names):
-            return reason
+            return _KINDS.get(pattern, f"name {pattern}")
     return None
 
 
-def _evidence(param: torch.Tensor, places: Sequence[_Place]) -> str | None:
-    """Return the reason that a parameter is a matrix or a batch of matrices, or None."""
-    if _is_convolution(param, places[0]):
-        return "convolution"
-    if param.ndim == 3:
-        return "experts" if places[0].has_experts else None
-    return "linear" if any(place.is_matrix for place in places) else None
-
-
-def _choose_muon(
+def _layout(
     name: str,
     param: torch.Tensor,
-    reason: str,
-    place: _Place,
+    occurrence: _Occurrence,
     splits: Mapping[str, SplitSizes],
-) -> Choice:
-    """Choose Muon, with the user's sizes or the layout of the module."""
+    is_convolution: bool,
+) -> tuple[dict[str, Any], bool]:
+    """Return the layout of a matrix, of the user or its module, and whether it is unclear."""
     layout = Layout(None, False, False)
-    is_convolution = _is_convolution(param, place)
     if not is_convolution and partition_dim(param) is None:
-        is_weight = place.leaf == "weight" and place.parents
-        container = place.parents[0] if is_weight else place.module
-        key = place.name.split(".")[-2] if is_weight else place.leaf
-        layout = layout_of(container, key, place.module, param)
+        *_, parent, leaf = ["", *occurrence.name.split(".")]
+        is_layer = leaf == "weight" and parent
+        container = occurrence.parents[0] if is_layer else occurrence.module
+        layout = layout_of(container, parent if is_layer else leaf, occurrence.module, param)
     for pattern, sizes in splits.items():
         if re.search(pattern, name):
-            sizes = tuple(sizes) if isinstance(sizes, list) else sizes
-            layout = Layout(sizes, layout.is_transposed, False)
+            layout = Layout(as_split_sizes(sizes), layout.is_transposed, False)
             break
-    reason += ", fused, in one matrix" * layout.is_unclear
-    sizes, is_transposed, is_unclear = layout
-    return Choice(name, param, "muon", reason, is_unclear, sizes, is_transposed, is_convolution)
+    options = {
+        "split_sizes": layout.split_sizes,
+        "transposed": layout.is_transposed,
+        "flatten": is_convolution,
+    }
+    # Other keys are not stored in checkpoints.
+    kept = {
+        key: value for key, value in options.items() if value is not None and value is not False
+    }
+    return kept, layout.is_unclear
 
 
 def parameter_groups(
@@ -346,23 +329,20 @@ def parameter_groups(
         flatten=flatten,
         splits=splits,
     )
-    log(choices)
-    return groups_of(choices, elementwise_options or {})
+    return as_groups(choices, elementwise_options)
 
 
-def groups_of(choices: Iterable[Choice], elementwise_options: Mapping[str, Any]) -> list[Any]:
+def as_groups(
+    choices: Iterable[Choice], elementwise_options: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
     """Return the groups of parameters; see :func:`parameter_groups`."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for choice in choices:
         is_muon = choice.algorithm == "muon"
         mesh = None if is_muon else getattr(choice.param, "device_mesh", None)
-        options: dict[str, Any] = {} if is_muon else dict(elementwise_options)
-        if choice.split_sizes is not None:
-            options["split_sizes"] = choice.split_sizes
-        options |= {"transposed": True} if choice.is_transposed else {}
-        options |= {"flatten": True} if choice.is_flattened else {}
+        options = choice.layout if is_muon else elementwise_options or {}
         group = groups.setdefault(
-            (choice.algorithm, mesh, choice.split_sizes, choice.is_transposed, choice.is_flattened),
+            (choice.algorithm, mesh, *choice.layout.items()),
             {"params": [], "param_names": [], "algorithm": choice.algorithm, **options},
         )
         group["params"].append(choice.param)
@@ -371,7 +351,7 @@ def groups_of(choices: Iterable[Choice], elementwise_options: Mapping[str, Any])
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
-def log(choices: Sequence[Choice]) -> None:
+def _log(choices: Sequence[Choice]) -> None:
     """Log a line per kind of choice, and the names of unclear parameters."""
     if own_rank() != 0:
         return
@@ -381,9 +361,8 @@ def log(choices: Sequence[Choice]) -> None:
     lines = []
     for kind, members in kinds.items():
         num_elements = sum(choice.param.numel() for choice in members)
-        names = ", ".join(
-            dict.fromkeys(re.sub(r"\.\d+\.", ".*.", choice.name) for choice in members)
-        )
+        # Layers that differ in their number alone have one name.
+        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", c.name) for c in members))
         lines.append(f"{kind}: {len(members)} parameters, {num_elements:,} elements: {names}")
         if members[0].is_unclear:
             logger.warning(

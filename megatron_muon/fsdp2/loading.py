@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import planned_parameters
+from megatron_muon.fsdp2.parameters import as_split_sizes, planned_parameters
 from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.second_moments import KEY
@@ -47,14 +47,16 @@ def arranged(
         The state, by names of parameters, and its problems, as sentences.
     """
     named = list(planned_parameters(optimizer.param_groups))
-    places = _places(state_dict["param_groups"], [parameter.name for parameter in named])
+    saved_params = _saved_params(
+        state_dict["param_groups"], [parameter.name for parameter in named]
+    )
     problems: list[str] = []
     state: dict[str, Any] = {}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         values, num_problems, first = group, len(problems), len(state)
         for parameter in named[first : first + len(group["params"])]:
-            key, values = places.get(parameter.name, (None, {}))
+            key, values = saved_params.get(parameter.name, (None, {}))
             saved = state_dict["state"].get(key, {})
             current = {k: v for k, v in fresh.get(parameter.param, {}).items() if k in _MUON_KEYS}
             # From a flat state torch makes empty dictionaries of missing entries.
@@ -69,28 +71,25 @@ def arranged(
         if "lr" not in values:
             problems.append(f"group {number}: expected parameters of one group, got several")
         for key, default in PLANNED.items():
-            loaded, kept = values.get(key, default), group.get(key, default)
-            # A checkpoint may have made a list of a tuple.
-            if (tuple(loaded) if isinstance(loaded, list) else loaded) != (
-                tuple(kept) if isinstance(kept, list) else kept
-            ):
+            saved_value, own_value = values.get(key, default), group.get(key, default)
+            if as_split_sizes(saved_value) != as_split_sizes(own_value):
                 warnings.warn(
-                    f"group {number}: the checkpoint has {key} {loaded}, this run {kept}, which it "
-                    "keeps.",
+                    f"group {number}: the checkpoint has {key} {saved_value}, this run "
+                    f"{own_value}, which it keeps.",
                     stacklevel=4,
                 )
         # Keys that a checkpoint of an earlier torch lacks come from this run, and so do names.
-        taken = {k: v for k, v in values.items() if k not in (*PLANNED, "param_names")}
         if len(problems) > num_problems:
-            taken = {}
-        groups.append({**group, **taken, "params": [*state][first:]})
+            values = {}
+        values = {k: v for k, v in values.items() if k not in (*PLANNED, "param_names")}
+        groups.append({**group, **values, "params": [*state][first:]})
     if optimizer.fresh_if_moved and problems:
         warnings.warn("fresh state, or values of this run:\n" + "\n".join(problems), stacklevel=4)
         problems = []
     return {**state_dict, "state": state, "param_groups": groups}, problems
 
 
-def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+def _saved_params(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """Return keys and groups in a state by parameter name, or by position without names.
 
     torch's ``set_optimizer_state_dict`` has sorted parameters by name, and the names are the keys:
@@ -104,10 +103,10 @@ def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tupl
     }
     if saved.keys() & set(names):
         return saved
-    places = [(key, group) for group in saved_groups for key in group["params"]]
-    if len(places) != len(names):
-        raise ValueError(f"param_groups: expected {len(names)} parameters, got {len(places)}")
-    return dict(zip(names, places, strict=True))
+    params = [(key, group) for group in saved_groups for key in group["params"]]
+    if len(params) != len(names):
+        raise ValueError(f"param_groups: expected {len(names)} parameters, got {len(params)}")
+    return dict(zip(names, params, strict=True))
 
 
 def _problem(

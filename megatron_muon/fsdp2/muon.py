@@ -20,12 +20,8 @@ from megatron_muon.fsdp2.gradients import (
 )
 from megatron_muon.fsdp2.loading import load_together
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
-from megatron_muon.fsdp2.problems import (
-    muon_settings,
-    parameter_problem,
-    repeated_problems,
-    subclass_problems,
-)
+from megatron_muon.fsdp2.settings import MuonArguments
+from megatron_muon.fsdp2.validation import parameter_problems
 from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter
@@ -71,7 +67,6 @@ class Muon(WholeMatrixMuon):
         extra_scale_factor: Another factor of results.
         use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
         exchange: Settings of the exchange; None for the defaults.
-        group: Ranks that step together; None for all ranks that have parameters.
         process_group: Ranks with copies of this rank's plain tensors, as under DDP.
         tensor_group: Ranks with the other shards of plain tensors with a ``partition_dim`` of 0 or
             1 (tensor parallelism of Transformer Engine or Megatron), in the order of the shards,
@@ -136,7 +131,6 @@ class Muon(WholeMatrixMuon):
         extra_scale_factor: float = 1.0,
         use_syrk: bool = False,
         exchange: ExchangeSettings | None = None,
-        group: dist.ProcessGroup | None = None,
         process_group: dist.ProcessGroup | None = None,
         tensor_group: dist.ProcessGroup | None = None,
         newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -147,26 +141,26 @@ class Muon(WholeMatrixMuon):
         offload_momentum: bool = False,
         others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        settings, moments, problems = muon_settings(
-            {
-                "nesterov": nesterov,
-                "weight_decay_method": weight_decay_method,
-                "fp32_matmul_prec": fp32_matmul_prec,
-                "coefficient_type": coefficient_type,
-                "num_ns_steps": num_ns_steps,
-                "scale_mode": scale_mode,
-                "extra_scale_factor": extra_scale_factor,
-                "use_syrk": use_syrk,
-                "exchange": exchange,
-                "newton_schulz": newton_schulz,
-                "adaptive": adaptive,
-                "beta2": beta2,
-                "eps": eps,
-                "momentum_dtype": momentum_dtype,
-                "offload_momentum": offload_momentum,
-            }
+        arguments = MuonArguments(
+            nesterov=nesterov,
+            weight_decay_method=weight_decay_method,
+            fp32_matmul_prec=fp32_matmul_prec,
+            coefficient_type=coefficient_type,
+            num_ns_steps=num_ns_steps,
+            scale_mode=scale_mode,
+            extra_scale_factor=extra_scale_factor,
+            use_syrk=use_syrk,
+            exchange=exchange,
+            process_group=process_group,
+            tensor_group=tensor_group,
+            newton_schulz=newton_schulz,
+            adaptive=adaptive,
+            beta2=beta2,
+            eps=eps,
+            momentum_dtype=momentum_dtype,
+            offload_momentum=offload_momentum,
         )
-        problems += dependency_problems() + environment_problems()
+        problems = arguments.problems()
         try:
             super().__init__(
                 # torch refuses an empty list, as of a pipeline stage.
@@ -177,33 +171,35 @@ class Muon(WholeMatrixMuon):
                 nesterov=nesterov,
                 weight_decay_method=weight_decay_method,
                 fp32_matmul_prec=fp32_matmul_prec,
-                coefficient_type=coefficient_type,
-                num_ns_steps=num_ns_steps,
             )
         # Do not raise yet: other ranks are still in the constructor. Errors are raised together.
         except (TypeError, ValueError) as error:
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
-        parameters, unseen, device, rows_device = view_parameters(
-            list(planned_parameters(self.param_groups)), process_group, tensor_group
+        self._build_step(arguments, problems, list(planned_parameters(others)))
+
+    def _build_step(
+        self, arguments: MuonArguments, problems: list[str], others: Sequence[PlannedParameter]
+    ) -> None:
+        """Validate parameters, and build the step; called by all ranks together."""
+        replicas, tensor_group = arguments.process_group, arguments.tensor_group
+        parameters, unplanned, device, rows_device = view_parameters(
+            list(planned_parameters(self.param_groups)), replicas, tensor_group
         )
-        problems += unseen + subclass_problems(self) + repeated_problems(parameters)
-        problems += filter(None, (parameter_problem(p, rows_device) for p in parameters))
-        other_parameters = list(planned_parameters(others))
+        problems += dependency_problems() + environment_problems() + unplanned
+        problems += parameter_problems(self, parameters, rows_device)
         self.muon_step = MuonStep(
             [self],
             parameters,
-            settings,
-            moments,
+            arguments.settings,
+            arguments.moments,
             device,
             rows_device,
             problems=problems,
-            group=group,
-            has_others=bool(other_parameters),
+            has_others=bool(others),
         )
         self.engine = self.muon_step.engine
-        copies = process_group or tensor_group
-        self._holders = by_holders(self.muon_step.plan_inputs, other_parameters, copies)
+        self._holders = by_holders(self.muon_step.plan_inputs, others, replicas or tensor_group)
         self._is_built = True
 
     def record_metrics(self, is_on: bool = True) -> None:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
-from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log
+from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose
 from megatron_muon.fsdp2.loading import PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
-from megatron_muon.fsdp2.problems import muon_settings
+from megatron_muon.fsdp2.settings import MuonArguments
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import gather_objects
@@ -90,14 +90,13 @@ class MuonAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         **muon_options: Any,  # noqa: ANN401 - of Muon, by name
     ) -> None:
-        known = Muon.__init__.__kwdefaults__ or {}
-        unknown = sorted(muon_options.keys() - (known.keys() - {"others"}))
-        if unknown:
+        known = dict(Muon.__init__.__kwdefaults__ or {})
+        del known["others"]
+        if unknown := sorted(muon_options.keys() - known.keys()):
             raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
-        *_, problems = muon_settings(known | self._options)
-        if problems:
+        if problems := MuonArguments(**known | self._options).problems():
             raise ValueError("; ".join(problems))
         common = {"lr": lr, "weight_decay": weight_decay}
         self._defaults: dict[str, dict[str, Any]] = {
@@ -145,8 +144,7 @@ class MuonAdamW(torch.optim.Optimizer):
             flatten=flatten,
             splits=splits,
         )
-        log(choices)
-        optimizer = cls(groups_of(choices, elementwise_options or {}), lr, **options)
+        optimizer = cls(as_groups(choices, elementwise_options), lr, **options)
         optimizer._reasons = {choice.name: choice.reason for choice in choices}
         return optimizer
 

@@ -35,6 +35,11 @@ from megatron_muon.runtime.agreement import gather_objects, own_rank
 from megatron_muon.runtime.tensors import local_tensor
 
 
+def as_split_sizes(sizes: Any) -> Any:  # noqa: ANN401 - not validated yet
+    """Return split sizes with tuples for lists, which checkpoints make of tuples."""
+    return tuple(sizes) if isinstance(sizes, list | tuple) else sizes
+
+
 def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
     """Yield the parameters of groups, viewed as they are."""
     number = 0
@@ -43,13 +48,12 @@ def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Pl
             f"parameter {number + i}" for i in range(len(group["params"]))
         ]
         number += len(names)
-        sizes = group.get("split_sizes")
         for name, param in zip(names, group["params"], strict=True):
             yield PlannedParameter(
                 name,
                 param,
                 param,
-                tuple(sizes) if isinstance(sizes, list | tuple) else sizes,
+                as_split_sizes(group.get("split_sizes")),
                 group.get("transposed", False),
                 group.get("flatten", False),
             )
@@ -110,8 +114,8 @@ def view_parameters(
     )
     mine = _Facts(
         next(types, None),
-        _ranks(process_group),
-        _ranks(tensor_group),
+        ranks_with(process_group),
+        ranks_with(tensor_group),
         {
             number: local_tensor(param).shape[dim]
             for number, param in enumerate(params)
@@ -152,7 +156,8 @@ def view_parameters(
     return Views(viewed, problems, device, rows_device)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+def ranks_with(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the ranks of a group, in its order; this rank alone without one."""
     return (own_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
@@ -231,29 +236,30 @@ def partition_dim(param: torch.Tensor) -> int | None:
 def _megatron_view(parameter: PlannedParameter) -> PlannedParameter:
     """View a DTensor of Megatron-FSDP over its tensor-parallel ranks; leave others as they are."""
     param = parameter.param
-    if not isinstance(param, DTensor) or not (
-        is_of_fsdp_v1(param)
-        or is_of_fsdp_v2(param)
-        or hasattr(param, "__fsdp_param__")  # set by version 1
-        # By its update_uneven_dtensor_chunk_metadata(), on DTensors of its shards.
-        or hasattr(param._local_tensor, "__create_chunk_list__")
-    ):
+    if not isinstance(param, DTensor):
         return parameter
-    if not is_of_fsdp_v1(param) and not is_of_fsdp_v2(param):
-        raise ValueError(
-            "expected a parameter of a model of Megatron-FSDP, whose buffer says which rows ranks "
-            "hold, got a DTensor made of its shards. Pass the parameter"
-        )
-    part = tensor_shard_of(parameter)
-    mesh = None if is_of_fsdp_v2(param) else tensor_mesh(param)
+    is_v2 = is_of_fsdp_v2(param)
+    if not is_v2 and not is_of_fsdp_v1(param):
+        # Version 1 marks DTensors of its shards by the first, its
+        # update_uneven_dtensor_chunk_metadata() by the second.
+        if hasattr(param, "__fsdp_param__") or hasattr(
+            param._local_tensor, "__create_chunk_list__"
+        ):
+            raise ValueError(
+                "expected a parameter of a model of Megatron-FSDP, whose buffer says which rows "
+                "ranks hold, got a DTensor made of its shards. Pass the parameter"
+            )
+        return parameter
+    shard = tensor_shard_of(parameter)
+    mesh = None if is_v2 else tensor_mesh(param)
     if mesh is None:
-        return part
-    placement = param.placements[-1]
-    viewed = over_tensor_ranks(part, mesh, sharded_dim(placement) if is_joined(param) else None)
+        return shard
+    dim = sharded_dim(param.placements[-1]) if is_joined(param) else None
+    viewed = over_tensor_ranks(shard, mesh, dim)
     if viewed.view.shape != param.shape:
         raise ValueError(
             f"expected equal parts on all tensor-parallel ranks of shape {tuple(param.shape)}, got "
-            f"{tuple(part.view.shape)} here. Choose sizes that divide"
+            f"{tuple(shard.view.shape)} here. Choose sizes that divide"
         )
     return viewed
 

@@ -52,14 +52,12 @@ class _Facts(NamedTuple):
         num_ranks_on_node: Ranks that the launcher started on its node.
         keys: Hashes of the keys of its plans; a key may name thousands of ranks.
         groups: Known process groups: the hash of their ranks, and their name.
-        steps_with: Hash of the ranks that step together; None for all of them.
         has_any: Whether it has parameters, planned or not.
     """
 
     num_ranks_on_node: int
     keys: set[int]
     groups: set[tuple[int, str]]
-    steps_with: int | None
     has_any: bool
 
 
@@ -81,7 +79,6 @@ class PlanInputs(NamedTuple):
 
 def find_plan_inputs(
     parameters: Sequence[PlannedParameter],
-    group: dist.ProcessGroup | None,
     device: torch.device,
     *,
     has_others: bool = False,
@@ -91,14 +88,13 @@ def find_plan_inputs(
 
     Args:
         parameters: Checked parameters of this rank, maybe none.
-        group: Ranks that step together; None for all that have parameters.
         device: Where a flag is reduced.
         has_others: Whether this rank steps parameters that are not planned.
         known_groups: Process groups of the model beside its meshes'.
 
     Raises:
-        RuntimeError: On all ranks, when ranks of a domain have other plans or do not step together,
-            or boxes do not tile a parameter.
+        RuntimeError: On all ranks, when ranks of a domain have other plans, or boxes do not tile a
+            parameter.
 
     Communication: two gathers of objects over the job, two flags, and a new process group per
         domain, per set of replicas, and for the ranks with parameters, unless one exists.
@@ -111,18 +107,16 @@ def find_plan_inputs(
         num_ranks_on_node(),
         {hash(key) for key in by_key},
         {(hash(ranks_of(g)), str(g.group_name)) for g in known},
-        None if group is None else hash(ranks_of(group)),
         has_others or bool(parameters),
     )
     facts = gather_objects(mine)
     # Before any collective of a plan: a rank that lacks it would never join.
-    problems = [text for key in by_key for text in _problems(key, by_key[key][0].name, facts)]
+    problems = [text for key in by_key if (text := _problem(key, by_key[key][0].name, facts))]
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
     # Ranks without parameters have nothing to step, and nothing to agree on.
     stepping = tuple(rank for rank, fact in enumerate(facts) if fact.has_any)
-    groups = _groups(by_key, stepping if group is None else (), known, facts)
-    if group is None and len(stepping) < len(facts):
-        group = groups.get(stepping)
+    groups = _groups(by_key, stepping, known, facts)
+    group = groups.get(stepping) if len(stepping) < len(facts) else None
     nodes = ranks_per_node([fact.num_ranks_on_node for fact in facts])
     # Ranks that share several plans make their collectives in this order. Small domains come first:
     # matrices of large ones fill idle ranks.
@@ -139,23 +133,22 @@ def find_plan_inputs(
     return PlanInputs(inputs, [planned for _, planned in plans], max_num_plans, group)
 
 
-def _problems(key: _Key, name: str, facts: Sequence[_Facts]) -> list[str]:
-    """List errors of a plan, as sentences that name its first parameter."""
-    first, last, hashed = key.ranks[0], key.ranks[-1], hash(key)
-    problems = []
+def _problem(key: _Key, name: str, facts: Sequence[_Facts]) -> str | None:
+    """Describe the ranks that lack a plan, in a sentence, or return None.
+
+    Args:
+        key: Key of the plan.
+        name: Its first parameter.
+        facts: Facts of all ranks.
+    """
+    hashed = hash(key)
     lacking = [rank for rank in key.ranks if hashed not in facts[rank].keys]
-    if lacking:
-        problems.append(
-            f"{name}: expected a parameter of its mesh and placements on all of ranks {first} to "
-            f"{last}, got none on ranks {lacking[:8]}"
-        )
-    # A rank alone would raise while others wait for it in the exchange.
-    if len({facts[rank].steps_with for rank in key.ranks}) > 1:
-        problems.append(
-            f"{name}: expected ranks {first} to {last}, which exchange it, in one group of ranks "
-            "that step together, got others. Pass a group of all of them, or none"
-        )
-    return problems
+    return (
+        f"{name}: expected a parameter of its mesh and placements on all of ranks {key.ranks[0]} "
+        f"to {key.ranks[-1]}, got none on ranks {lacking[:8]}"
+        if lacking
+        else None
+    )
 
 
 def _key(param: torch.Tensor) -> _Key:
@@ -213,7 +206,11 @@ def _groups(
 ) -> Groups:
     """Choose a process group per domain and per set of replicas, and make the missing ones.
 
-    ``stepping`` are the ranks that step together if they need a group, otherwise ().
+    Args:
+        keys: Keys of the plans of this rank.
+        stepping: Ranks that step together.
+        known: Process groups that this rank knows.
+        facts: Facts of all ranks.
     """
     needed = {ranks for key in keys for ranks in (key.ranks, _own_replicas(key)) if len(ranks) > 1}
     # A group of one rank exchanges nothing, but reduces flags: None is all ranks.

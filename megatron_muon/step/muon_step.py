@@ -74,7 +74,6 @@ class MuonStep:
         device: Where matrices are orthogonalized.
         rows_device: Where shards are; None for ``device``.
         problems: Errors that this rank has found before, as sentences.
-        group: Ranks that step together; None for all ranks with parameters.
         known_groups: Process groups of the model that may be used.
         has_others: Whether this rank steps other parameters meanwhile.
 
@@ -107,7 +106,6 @@ class MuonStep:
         rows_device: torch.device | None = None,
         *,
         problems: Sequence[str] = (),
-        group: dist.ProcessGroup | None = None,
         known_groups: Sequence[dist.ProcessGroup] = (),
         has_others: bool = False,
     ) -> None:
@@ -123,7 +121,7 @@ class MuonStep:
                 "Muon settings",
             )
         self.plan_inputs = find_plan_inputs(
-            parameters, group, device, has_others=has_others, known_groups=known_groups
+            parameters, device, has_others=has_others, known_groups=known_groups
         )
         self.group = self.plan_inputs.group
         # Kernels are checked here, in the precision of a step.

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, problems
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, validation
 
 pytestmark = pytest.mark.ranks
 
@@ -109,12 +109,10 @@ def _unlike_ranks(w: Any, second: Any) -> list[tuple[str, Any]]:
 def _wrong_settings() -> list[tuple[str, dict[str, Any]]]:
     """Return settings that Muon refuses, or that are not the same on both ranks."""
     rank = dist.get_rank()
-    alone = [dist.new_group([each]) for each in range(2)][rank]
     bf16 = ExchangeSettings(comm_dtype="bf16")
     # With a limit a rank joins collectives more.
     limited = ExchangeSettings(staging_bytes=10**9 if rank else None)
     return [
-        ("w: expected ranks 0 to 1, which exchange it, in one group", {"group": alone}),
         ("weight_decay_method: expected one of", {"weight_decay_method": "none"}),
         ("fp32_matmul_prec: expected one of", {"fp32_matmul_prec": "bf16"}),
         ("scale_mode: expected one of", {"scale_mode": "rms"}),
@@ -143,7 +141,7 @@ def _refuse_to_build() -> None:
     # torch times kernels on rank 1; its list of chunks says something else in a later release.
     with mock.patch.dict("os.environ", PYTORCH_TUNABLEOP_ENABLED=str(dist.get_rank())):
         _assert_refused("rank 1: PYTORCH_TUNABLEOP_ENABLED", partial(Muon, [w]))
-    with mock.patch.object(problems, "checkpointed_box", lambda param: ((1, 4), (0, 4))):
+    with mock.patch.object(validation, "checkpointed_box", lambda param: ((1, 4), (0, 4))):
         _assert_refused("expected a shard of ranges", partial(Muon, [w]))
 
 

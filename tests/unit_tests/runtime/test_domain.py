@@ -50,14 +50,14 @@ def _domains() -> list[Any]:
     init_group()
     mesh = init_device_mesh(kind(), (2, 2), mesh_dim_names=("replica", "shard"))
     parameter = _parameter(mesh, [Replicate(), Shard(0)])
-    found = find_plan_inputs([parameter], None, device()).inputs[0]
+    found = find_plan_inputs([parameter], device()).inputs[0]
     (matrix,) = found.matrices
     # Ranks 0 to 2 think that they hold a third each, and rank 3 that it has a copy of the last.
     crooked = [dist.new_group(ranks) for ranks in ([0, 1, 2], [2, 3])]
     mine = crooked[0] if dist.get_rank() < 3 else crooked[1]
     wrong = _parameter(DeviceMesh.from_group(mine, kind()), [Shard(0)])
     try:
-        find_plan_inputs([wrong], None, device())
+        find_plan_inputs([wrong], device())
         error = "no error"
     except RuntimeError as problem:
         error = str(problem)
@@ -107,9 +107,9 @@ def _groups_of_domains() -> list[bool]:
             mesh_dim_names=("replica", "shard"),
         )
         parameters, known = [_parameter(mesh, [Replicate(), Shard(0)])], [holders]
-    first = find_plan_inputs(parameters, None, device(), known_groups=known).inputs
-    second = find_plan_inputs(parameters, None, device()).inputs
-    everyone = find_plan_inputs([_parameter_of_all()], None, device()).inputs
+    first = find_plan_inputs(parameters, device(), known_groups=known).inputs
+    second = find_plan_inputs(parameters, device()).inputs
+    everyone = find_plan_inputs([_parameter_of_all()], device()).inputs
     one = torch.ones(1, device=device())
     if second:
         dist.all_reduce(one, group=second[0].domain.group)

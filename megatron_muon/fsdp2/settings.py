@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Keyword arguments of Muon, as settings of its step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from emerging_optimizers.utils import FP32MatmulPrecT
+
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, StackMethod
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.step.elementwise import SCALE_MODES, WEIGHT_DECAY_METHODS, Scale, scale_function
+from megatron_muon.step.matrix_step import StepSettings
+from megatron_muon.step.muon_step import MuonSettings
+from megatron_muon.step.second_moments import SecondMoments, method_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonArguments:
+    """Keyword arguments of :class:`~megatron_muon.fsdp2.Muon`; see there."""
+
+    nesterov: bool
+    weight_decay_method: str
+    fp32_matmul_prec: FP32MatmulPrecT
+    coefficient_type: str
+    num_ns_steps: int
+    scale_mode: str
+    extra_scale_factor: float
+    use_syrk: bool
+    exchange: ExchangeSettings | None
+    process_group: dist.ProcessGroup | None
+    tensor_group: dist.ProcessGroup | None
+    newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None
+    adaptive: str | StackMethod | None
+    beta2: float
+    eps: float
+    momentum_dtype: torch.dtype
+    offload_momentum: bool
+
+    @property
+    def _scale(self) -> Scale:
+        return scale_function(self.scale_mode, self.extra_scale_factor)
+
+    @cached_property
+    def moments(self) -> SecondMoments:
+        """Second moments of the optimizer."""
+        return SecondMoments(self.adaptive, self.beta2, self.eps, self._scale)
+
+    @property
+    def settings(self) -> MuonSettings:
+        """Settings of the step."""
+        return MuonSettings(
+            NewtonSchulzSettings(
+                self.num_ns_steps,
+                self.coefficient_type,
+                # Then rows may be sent in bf16.
+                self.fp32_matmul_prec == "medium" and self.newton_schulz is None,
+                # Results that are divided element by element are scaled afterwards.
+                scale_function("none", 1.0) if self.moments.is_elementwise else self._scale,
+                self.newton_schulz,
+                self.moments.method,
+            ),
+            self.exchange or ExchangeSettings(),
+            StepSettings(
+                self.nesterov,
+                self.weight_decay_method,
+                self.fp32_matmul_prec,
+                momentum_dtype=self.momentum_dtype,
+                offload_momentum=self.offload_momentum,
+            ),
+            f"{self.scale_mode} {self.extra_scale_factor}",
+        )
+
+    def problems(self) -> list[str]:
+        """List invalid arguments, one sentence each.
+
+        Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
+        wait.
+        """
+        choices_by_name = {
+            "weight_decay_method": sorted(WEIGHT_DECAY_METHODS),
+            "fp32_matmul_prec": sorted(get_args(FP32MatmulPrecT)),
+            "scale_mode": sorted(SCALE_MODES),
+            "momentum_dtype": [torch.float32, torch.bfloat16],
+        }
+        problems = [
+            f"{name}: expected one of {choices}, got {value!r}. Choose one"
+            for name, choices in choices_by_name.items()
+            if (value := getattr(self, name)) not in choices
+        ]
+        steps = self.num_ns_steps
+        if steps < 1:
+            problems.append(f"num_ns_steps: expected at least 1, got {steps}. Pass more")
+        if self.use_syrk:
+            problems.append(
+                "use_syrk: expected False, got True. Pass "
+                'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
+            )
+        settings = self.settings
+        function, backend = self.newton_schulz, settings.exchange.newton_schulz
+        if function is not None and (not callable(function) or backend != "standard"):
+            problems.append(
+                f"newton_schulz: expected a function of a stack, got {function!r} and "
+                f"exchange.newton_schulz {backend}. Pass a function, or a name there"
+            )
+        problems += method_problems(self.adaptive, self.weight_decay_method)
+        for check in (
+            lambda: settings.exchange.comm_dtypes(settings.newton_schulz.is_bf16),
+            lambda: settings.newton_schulz.coefficients,
+        ):
+            try:
+                check()
+            except ValueError as error:
+                problems.append(str(error).removesuffix("."))
+        return problems
