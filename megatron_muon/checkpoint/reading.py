@@ -122,7 +122,7 @@ def find_checkpoint(
         raise CheckpointError(
             f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
         )
-    # By Megatron's names; fsdp_dtensor is DCP's format. torch_dist has .metadata too.
+    # Megatron's file names tell the format; torch_dist has .metadata too.
     stored = "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
     if (checkpoint / "metadata.json").exists():
         stored = "torch_dist"
@@ -207,13 +207,15 @@ class StoredCheckpoint:
 
     Args:
         folder: The folder that holds ``.metadata``.
-        tensors: By key.
-        objects: By key.
+        tensors: Tensors by key.
+        objects: Objects by key.
+        save_id: Random text that torch writes into every save; empty if the writer did not.
     """
 
     folder: Path
     tensors: dict[str, StoredTensor]
     objects: dict[str, Item]
+    save_id: str = ""
 
     def items_by_file(self) -> dict[str, list[Item]]:
         """Return the items of every file, in the order of their bytes."""
@@ -344,7 +346,8 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
                 tensors[key] = _stored_tensor(key, value, stored)
             else:
                 objects[key] = _item(key, stored[key, ()])
-    return StoredCheckpoint(folder, tensors, objects)
+        save_id = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
+    return StoredCheckpoint(folder, tensors, objects, save_id if isinstance(save_id, str) else "")
 
 
 def _numbers(values: Iterable[object]) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     _problems: list[str]  # of this rank's gradients, in this step, as far as the host knows
     _norm: float | torch.Tensor | None  # of this step's gradients; None until it is known
-    # Of all ranks, NaN where a norm is not finite. A tensor until the host reads it.
+    # Sum over all ranks, NaN where a norm is not finite. A tensor until the host reads it.
     _num_problems: float | torch.Tensor
     # From the first change of a step to its end: if it does not come there, nobody knows which
     # weights and state have changed.
@@ -103,7 +103,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         main_weights = checkpoint_state.main_weights(self.model_chunks)
         # Before anything can be saved: ranks that hold different sets of state hang the save.
         for child in self.chained_optimizers:
-            checkpoint_state.complete_state(child)
+            checkpoint_state.initialize_state(child)
             checkpoint_state.record_offsets(child, main_weights)
 
     @torch.no_grad()
@@ -213,7 +213,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 self._raise_where_gradients_fail()
             return result
         finally:
-            # Otherwise collectives may still use the memory.
+            # A step that failed in the middle may have left collectives that use the memory.
             if not self._is_changing:
                 # Upstream skips a step where the norm is above its threshold.
                 self._restore_gradients()

@@ -52,7 +52,6 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         reads ``.metadata`` once; the bytes of tensors are read by upstream's load alone.
     """
 
-    @functools.wraps(original)
     def _load_base_checkpoint(
         load_dir: str | None,
         args: Any,
@@ -73,7 +72,8 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         _raise_together(problems, _NOTHING_LOADED)
         if dist.is_initialized():
             raise_where_ranks_differ(
-                [_identity(checkpoint)],
+                # Two saves of one iteration differ in their ids, also two of upstream's.
+                [f"{checkpoint.folder.name}, {checkpoint.save_id}" if checkpoint else "none"],
                 dist.group.WORLD,  # type: ignore[arg-type]
                 current_device(),
                 "checkpoint to load",
@@ -107,13 +107,6 @@ def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
         return None, str(error).splitlines()
     except Exception as error:  # the other ranks would wait for this one
         return None, [f"{type(error).__name__}: {error}"]
-
-
-def _identity(checkpoint: StoredCheckpoint | None) -> str:
-    """Return a text that differs between any two saves of this package: files have new names."""
-    if checkpoint is None:
-        return "none"
-    return f"{checkpoint.folder.name}, {next(iter(checkpoint.items_by_file()), 'empty')}"
 
 
 def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
@@ -200,7 +193,6 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         all-gather of names as objects over the pipeline.
     """
 
-    @functools.wraps(original)
     def preprocess_fsdp_dtensor_state_dict(
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
@@ -326,7 +318,6 @@ def _raise_together(problems: list[str], advice: str) -> None:
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
 
-    @functools.wraps(original)
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
         """Return the path of --pretrained-checkpoint without --load."""
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:

@@ -17,7 +17,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.checkpoint_state import agree_on_step, complete_state, layer_names
+from megatron_muon.mcore.checkpoint_state import agree_on_step, initialize_state, layer_names
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
@@ -45,7 +45,6 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
         names, the same on all ranks.
     """
 
-    @functools.wraps(original)
     def split_in_state_dict(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -171,7 +170,6 @@ class _MeshOfV2:
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``make_fsdp_dtensor`` of checkpoints: it assumes that all tensors are sharded."""
 
-    @functools.wraps(original)
     def make_fsdp_dtensor(
         local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
     ) -> DTensor:
@@ -196,12 +194,11 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
     Communication: see :func:`agree_on_step`.
     """
 
-    @functools.wraps(original)
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
         """Return Adam's state, complete and with one step count."""
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
-        complete_state(self)
+        initialize_state(self)
         agree_on_step(self, current_device())
         return original(self, False)
 

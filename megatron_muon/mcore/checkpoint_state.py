@@ -11,7 +11,6 @@ Names are global: experts have their index in the model, and so have layers, tho
 counts from 0. Upstream's ``DistributedOptimizer`` writes the same layout, so its tools can read it.
 """
 
-import functools
 import logging
 import re
 from collections import defaultdict
@@ -89,11 +88,9 @@ def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
     Several chunks with layers are an error upstream, and states of two stages have one name.
     """
 
-    @functools.wraps(original)
     def _param_name(self: Any, param: torch.Tensor) -> str:
         """Return the name of a parameter in the whole model."""
         if not hasattr(self, "param_to_name"):
-            # Otherwise as the original does.
             self.param_to_name = _names_of_all_ranks(self.model_chunks)
         return original(self, param)
 
@@ -132,7 +129,7 @@ def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
     return weights
 
 
-def complete_state(child: MegatronOptimizer) -> None:
+def initialize_state(child: MegatronOptimizer) -> None:
     """Create all state of an optimizer, for every parameter on every rank, empty shards included.
 
     Saving runs one collective per tensor, and hangs if ranks hold different sets of tensors;

@@ -4,7 +4,6 @@
 
 import copy
 import dataclasses
-import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -121,10 +120,12 @@ def build_megatron_fsdp_emerging_optimizer(
     )
 
 
-def route(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
+def choose_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models.
 
-    @functools.wraps(original)
+    Under DDP upstream's function builds, with the splits and routes of the flags.
+    """
+
     def _get_megatron_emerging_optimizer(
         config: Any,
         model_chunks: list[Any],
@@ -261,7 +262,7 @@ class _ChildBuilder:
         return FSDPLion(param_groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
     def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> MegatronOptimizer:
-        # Of any optimizer of emerging-optimizers: it calls _init_group.
+        # The same for all optimizers of emerging-optimizers: it calls _init_group.
         init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
         chunks = self._model_chunks
         child: MegatronOptimizer

@@ -152,8 +152,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     def holder_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of the model with all ranks that hold a dense matrix, or an expert."""
         groups = self.pg_collection
-        found = (getattr(groups, name, None) for name in ("dp_cp", "expt_dp"))
-        return [group for group in found if group is not None]
+        optional = (getattr(groups, name, None) for name in ("dp_cp", "expt_dp"))
+        return [group for group in optional if group is not None]
 
     def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
@@ -210,7 +210,7 @@ def build_muon_step(
     """Build the step of the Muon optimizers of a model; called by all ranks together.
 
     Args:
-        optimizers: Of experts, of dense matrices, or one for both; with equal settings.
+        optimizers: One for experts and one for dense matrices, or one for both; equal settings.
         exchange: Settings of the exchange; None for the defaults.
         gradients_stay: Whether gradients are in the same memory in every step.
 
@@ -260,7 +260,7 @@ class TensorParallelMoments(SecondMoments):
 
     Args:
         muon: One of the optimizers, for groups and layouts that all of them share.
-        name: Of the method; None for no second moments.
+        name: Name of the method; None for no second moments.
         beta2: Decay rate.
         eps: Keeps the divisor from zero.
     """
@@ -274,24 +274,24 @@ class TensorParallelMoments(SecondMoments):
     def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
         return self._muon.tensor_shards[each.param].view.shape
 
-    def _place(self, param: torch.Tensor, of_param: dict[str, Any]) -> None:
-        if any(name.startswith("moment2_") for name in of_param):
+    def _place(self, param: torch.Tensor, states: dict[str, Any]) -> None:
+        if any(name.startswith("moment2_") for name in states):
             return
         moments, index = self._places[param]
         numbers = local_tensor(self._views[param])
         if isinstance(self.method, Namo):
-            of_param[self._key(KEY, param)] = numbers
+            states[self._key(KEY, param)] = numbers
             return
-        # Of q, k and v some may be wide and others tall: a parameter can have both states. Ranks
-        # with empty shards have them too, as a save needs equal keys on all ranks.
+        # Query blocks may be tall and key blocks wide: a parameter can have both states. Ranks with
+        # empty shards have them too, as a save needs equal keys on all ranks.
         blocks = moments.matrices[index].blocks
         num_rows = sum(rows for rows, cols in blocks if rows >= cols)
         if num_rows:
             is_joined = self._muon.is_joined(param)
-            of_param["moment2_rows"] = _rows_like(param, is_joined=is_joined)
+            states["moment2_rows"] = _rows_like(param, is_joined=is_joined)
         if num_rows < len(numbers):
             wide = numbers[num_rows:].view(-1, blocks[0][1])
-            of_param[self._key("moment2_cols", param)] = wide
+            states[self._key("moment2_cols", param)] = wide
 
     def _key(self, name: str, param: Any) -> str:
         """Return the name of a state that is the same on all ranks that hold a block.
@@ -311,12 +311,12 @@ class TensorParallelMoments(SecondMoments):
 
     def collect(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Read the numbers of all rows from the state of their ranks."""
-        found: dict[Moments, torch.Tensor] = {}
+        collected: dict[Moments, torch.Tensor] = {}
         for moments, numbers, own in self._shared(state):
-            if moments not in found:
-                found[moments] = torch.zeros_like(moments.values)
-            found[moments][numbers] = own
-        for moments, values in found.items():
+            if moments not in collected:
+                collected[moments] = torch.zeros_like(moments.values)
+            collected[moments][numbers] = own
+        for moments, values in collected.items():
             # Ranks that hold the same rows have the same moments, which are not negative.
             moments.combine(values, dist.ReduceOp.MAX)
 

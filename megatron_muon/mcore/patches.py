@@ -44,7 +44,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
         "build Muon over row shards for Megatron-FSDP models; under DDP, honour flags for blocks",
-        factory.route,
+        factory.choose_builder,
         source_lines=(
             "config_overrides.update(default_param_overrides)",
             "if 'experts' in name and 'shared' not in name:",

@@ -41,7 +41,7 @@ _TESTED_VERSIONS: dict[str, SpecifierSet] = {
 _INSTALL = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.15.0"}
 _REPAIRS = {
     # A source tree on the path hides what pip installs.
-    "megatron-core": "--no-deps {} einops; in a source tree: git checkout core_v0.19.0",
+    "megatron-core": "--no-deps {} einops, or check out that release in the source tree",
     "emerging-optimizers": "--no-deps {} absl-py",
     "torch": "{}",
 }

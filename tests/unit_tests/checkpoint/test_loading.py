@@ -171,7 +171,7 @@ def test_damaged_checkpoint_is_refused_before_anything_is_loaded(muon, tmp_path)
         assert said["sound"] == "loaded" and said["loaded"] == str(muon[1])
         assert "expected a --save folder, got that of one checkpoint" in said["one_checkpoint"]
         assert "rank 1: PermissionError: not allowed" in said[FORBIDDEN]
-        assert "rank 1 has 'none' where rank 0 has 'iter_0000005, __0_" in said[UNSEEN]
+        assert "rank 1 has 'none' where rank 0 has 'iter_0000005, " in said[UNSEEN]
 
 
 @pytest.fixture(scope="module")
