@@ -15,16 +15,15 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.checkpoint.reading import (
+from megatron_muon.checkpoint.folders import (
     METADATA,
     TRACKER,
     CheckpointError,
-    StoredCheckpoint,
     find_checkpoint,
-    find_misfits,
     finished_iterations,
-    read_checkpoint,
 )
+from megatron_muon.checkpoint.reading import StoredCheckpoint, read_checkpoint
+from megatron_muon.checkpoint.verification import find_misfits
 from megatron_muon.mcore.checkpoint_state import describe_differences, rename_layers
 from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ

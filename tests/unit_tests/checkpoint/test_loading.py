@@ -25,7 +25,8 @@ from helpers.checkpoint_runs import (
 from helpers.ranks import Run, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
-from megatron_muon.checkpoint.reading import TRACKER, StoredCheckpoint, StoredTensor
+from megatron_muon.checkpoint.folders import TRACKER
+from megatron_muon.checkpoint.reading import StoredCheckpoint, StoredTensor
 
 pytestmark = pytest.mark.ranks
 
