@@ -96,9 +96,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         stay = all(map(gradients_stay, self.model_chunks))
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
         # Named while the model still holds its DTensor parameters.
-        self._state_names = checkpoint_state.names_in_checkpoints(
-            self.chained_optimizers, self.model_chunks
-        )
+        self._state_names = checkpoint_state.names_in_checkpoints(self.model_chunks)
         self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
         main_weights = checkpoint_state.main_weights(self.model_chunks)
         # Before anything can be saved: ranks that hold different sets of state hang the save.

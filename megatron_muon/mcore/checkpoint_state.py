@@ -70,11 +70,16 @@ def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[st
     return {rename(name): value for name, value in by_name.items()}
 
 
-def _names_of_all_ranks(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
-    """Return the names of parameters, with the numbers of layers and experts in the model."""
+def names_in_checkpoints(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
+    """Return the names of parameters in checkpoints, the same for v1 and v2.
+
+    Layers and experts have their numbers in the whole model.
+    """
     num_experts = get_model_config(model_chunks[0]).num_moe_experts
+    # One wrapper is between a chunk of v2 and its model, where v1 has two.
+    prefix = "module." if is_v2(model_chunks[0]) else ""
     return {
-        param: name
+        param: prefix + name
         for chunk in model_chunks
         for name, param in handle_experts_in_state_dict(
             rename_layers(chunk, dict(chunk.named_parameters())), num_experts
@@ -91,23 +96,10 @@ def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
     def _param_name(self: Any, param: torch.Tensor) -> str:
         """Return the name of a parameter in the whole model."""
         if not hasattr(self, "param_to_name"):
-            self.param_to_name = _names_of_all_ranks(self.model_chunks)
+            self.param_to_name = names_in_checkpoints(self.model_chunks)
         return original(self, param)
 
     return _param_name
-
-
-def names_in_checkpoints(
-    children: Sequence[MegatronOptimizer], model_chunks: Sequence[Any]
-) -> dict[torch.Tensor, str]:
-    """Return the names of parameters in checkpoints, the same for v1 and v2."""
-    if is_v2(model_chunks[0]):
-        # One wrapper is between the chunk and the model, where v1 has two.
-        names = _names_of_all_ranks(model_chunks)
-        return {param: f"module.{name}" for param, name in names.items()}
-    return {
-        param: child._param_name(param) for child in children for param in child.get_parameters()
-    }
 
 
 def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
@@ -278,11 +270,13 @@ def describe_differences(expected: Mapping[str, object], actual: Mapping[str, ob
     for key in sorted(expected.keys() | actual.keys()):
         if expected.get(key) != actual.get(key):
             parent, _, kind = key.rpartition(".")
-            for side, layouts in enumerate((expected, actual)):
-                texts[parent][side].extend([f"{kind} {layouts[key]}"] if key in layouts else [])
+            for text, layouts in zip(texts[parent], (expected, actual), strict=True):
+                if key in layouts:
+                    text.append(f"{kind} {layouts[key]}")
     return [
-        f"{parent}: expected {', '.join(needed) or 'nothing'}, got {', '.join(got) or 'nothing'}"
-        for parent, (needed, got) in texts.items()
+        f"{parent}: expected {', '.join(needed) or 'nothing'}, got "
+        f"{', '.join(present) or 'nothing'}"
+        for parent, (needed, present) in texts.items()
     ]
 
 

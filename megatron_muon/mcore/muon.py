@@ -180,13 +180,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             problems.append(in_flags(str(error)))
         for param in self._all_params():
             shard = self.tensor_shards[param]
-            if not isinstance(param, DTensor) or param.dtype != torch.float32:
-                problems.append(
-                    f"{shard.name}: expected a float32 DTensor, got {type(param).__name__} of "
-                    f"{param.dtype}. Wrap the model in Megatron-FSDP with fp32 main parameters "
-                    "(--megatron-fsdp-main-params-dtype fp32)"
-                )
-            elif tuple(param._local_tensor.shape) != shard.local_shape:
+            if tuple(param._local_tensor.shape) != shard.local_shape:
                 problems.append(
                     f"{shard.name}: expected a local shard of shape {shard.local_shape}, got "
                     f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
@@ -216,7 +210,7 @@ def build_muon_step(
 
     Raises:
         RuntimeError: On all ranks; see :class:`~megatron_muon.step.muon_step.MuonStep`. One has a
-            parameter without a layout, not a float32 DTensor, or of another local shape.
+            parameter without a layout, or of another local shape.
     """
     first, is_bf16 = optimizers[0], optimizers[0].fp32_matmul_prec == "medium"
     moments = first.second_moments

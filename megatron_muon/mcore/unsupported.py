@@ -76,9 +76,9 @@ def has_checkpoints(settings: Settings) -> bool:
 _STAGES = "pipeline_model_parallel_size"
 
 
-def has_stages(settings: Settings) -> bool:
-    """Return whether there are several pipeline stages."""
-    return (settings.get(_STAGES) or 1) > 1
+def _has_several(settings: Settings, name: str) -> bool:
+    # None where a configuration has the field and nobody set it.
+    return (settings.get(name) or 1) > 1
 
 
 def _has_chunks(settings: Settings) -> bool:
@@ -92,11 +92,6 @@ def _has_chunks(settings: Settings) -> bool:
         return PipelineParallelLayerLayout.get_num_stages_from_str(layout) > settings[_STAGES]
     keys = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     return any(settings.get(key) is not None for key in keys)
-
-
-def _is_hsdp(settings: Settings) -> bool:
-    # None where a configuration has the field and nobody set it.
-    return (settings.get("num_distributed_optimizer_instances") or 1) > 1
 
 
 def _has_low_precision_main_params(settings: Settings) -> bool:
@@ -122,7 +117,7 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
         "--qk-clip with tensor parallelism, but for multi-latent attention",
         lambda s: (
             bool(s.get("qk_clip"))
-            and (s.get("tensor_model_parallel_size") or 1) > 1
+            and _has_several(s, "tensor_model_parallel_size")
             and not s.get("multi_latent_attention")
         ),
         "upstream's clip divides the sizes of all ranks by the query groups of one, and fails",
@@ -153,7 +148,7 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
 _STAGES_ROWS: tuple[Unsupported, ...] = (
     Unsupported(
         "checkpoints with several stages on a rank (interleaved schedules)",
-        lambda s: has_stages(s) and _has_chunks(s) and has_checkpoints(s),
+        lambda s: _has_several(s, _STAGES) and _has_chunks(s) and has_checkpoints(s),
         "Megatron-FSDP's checkpoints hold one chunk of layers per rank",
         "use one stage per rank, or train without checkpoints",
         _flags(
@@ -165,7 +160,7 @@ _STAGES_ROWS: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "checkpoints of --mtp-num-layers with pipeline stages",
-        lambda s: has_stages(s) and bool(s.get("mtp_num_layers")) and has_checkpoints(s),
+        lambda s: _has_several(s, _STAGES) and bool(s.get("mtp_num_layers")) and has_checkpoints(s),
         "two stages save their copies of the embedding under one name",
         "drop --mtp-num-layers, or train without checkpoints",
         _flags("mtp_num_layers", *CHECKPOINTS),
@@ -252,14 +247,17 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "GTP weight rematerialization",
-        lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
+        lambda s: _has_several(s, "gtp_weight_remat_size"),
         "it shards rows a second time, which Megatron-FSDP does not record",
         "drop it",
         _flags("gtp_weight_remat_size"),
     ),
     Unsupported(
         "HSDP without --overlap-grad-reduce",
-        lambda s: _is_hsdp(s) and not s.get("overlap_grad_reduce"),
+        lambda s: (
+            _has_several(s, "num_distributed_optimizer_instances")
+            and not s.get("overlap_grad_reduce")
+        ),
         "Megatron-FSDP then never reduces gradients over the outer ranks, and the replicas drift",
         "add --overlap-grad-reduce",
         _flags("num_distributed_optimizer_instances"),
@@ -276,7 +274,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: (
             bool(s.get("mtp_use_repeated_layer") and s.get("gradient_accumulation_fusion"))
             # One prediction uses the layer once, and there is nothing to drop.
-            and (s.get("mtp_num_layers") or 0) > 1
+            and _has_several(s, "mtp_num_layers")
             and s.get("data_parallel_sharding_strategy") in ("optim_grads", "optim_grads_params")
         ),
         "Transformer Engine then keeps the gradient of one use of the layer, and drops the others",
@@ -294,7 +292,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "checkpoints of grouped experts with biases under expert parallelism",
         lambda s: (
             bool(s.get("moe_grouped_gemm") and s.get("add_bias_linear"))
-            and (s.get("expert_model_parallel_size") or 1) > 1
+            and _has_several(s, "expert_model_parallel_size")
             and has_checkpoints(s)
         ),
         "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",

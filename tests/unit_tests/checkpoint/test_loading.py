@@ -127,20 +127,20 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
     dist.init_process_group("gloo")
     loaded: list[str] = []
     load = loading.find_before_loading(lambda folder, *rest, **options: loaded.append(folder))
-    kept = loading.find_misfits, loading._open
+    kept = loading.find_misfits, loading._locate
     found = {}
     for name, folder in folders.items():
         if dist.get_rank() == 1 and name == FORBIDDEN:
             loading.find_misfits = _forbid
         if dist.get_rank() == 1 and name == UNSEEN:
-            loading._open = lambda folder, iteration: None
+            loading._locate = lambda folder, iteration: None
         args = types.SimpleNamespace(use_megatron_fsdp=True, ckpt_step=steps[name])
         try:
             load(folder, args, True)
             found[name] = "loaded"
         except RuntimeError as error:
             found[name] = str(error)
-        loading.find_misfits, loading._open = kept
+        loading.find_misfits, loading._locate = kept
     # Ranks meet here after each refusal, and the sound checkpoint is loaded.
     return found | {"loaded": ", ".join(loaded)}
 
