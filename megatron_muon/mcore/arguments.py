@@ -207,7 +207,6 @@ def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``add_megatron_arguments`` to add the flags of this package."""
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add Megatron's flags, then ours."""
         return add_flags(original(parser))
 
     return add_megatron_arguments
@@ -221,7 +220,6 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        """Check the settings, then validate as for Adam."""
         check_arguments(args)
         adapt_arguments(args)
         requested = args.optimizer

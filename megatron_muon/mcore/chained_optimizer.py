@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore import checkpoint_state
-from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
@@ -309,16 +308,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Communication: one all-reduce of a single int32 over all ranks of the job, and that of
             :meth:`MuonStep.collect_moments`.
         """
-        device = current_device()
-        checkpoint_state.raise_where_state_does_not_fit(
-            self.chained_optimizers, self._state_names, state_dict, device
-        )
-        checkpoint_state.unpack(
-            self.chained_optimizers,
-            self._state_names,
-            state_dict,
-            with_schedule=takes_schedule_of_checkpoint(),
-        )
+        arguments = self.chained_optimizers, self._state_names, state_dict
+        checkpoint_state.raise_where_state_does_not_fit(*arguments)
+        checkpoint_state.unpack(*arguments)
         if self.muon_step is not None:
             self.muon_step.collect_moments()
         self._is_changing = False

@@ -327,7 +327,6 @@ def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
 
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
-        """Return the path of --pretrained-checkpoint without --load."""
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
             load_arg = "pretrained_checkpoint"
         return original(args, load_arg)

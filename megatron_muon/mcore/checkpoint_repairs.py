@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.mcore.checkpoint_state import agree_on_step, initialize_state, layer_names
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
-    current_device,
     is_wrapped,
     sharded_module,
     sharded_parameters,
@@ -47,7 +46,6 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def split_in_state_dict(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Rename and split weights and states, for a save or a load."""
         located = _LocatedParameters(model)
         weights, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
@@ -170,11 +168,10 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
-        """Return Adam's state, complete and with one step count."""
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
         initialize_state(self)
-        agree_on_step(self, current_device())
+        agree_on_step(self)
         return original(self, False)
 
     return sharded_param_state_fsdp_dtensor

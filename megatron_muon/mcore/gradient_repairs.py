@@ -193,7 +193,6 @@ def overwrite_only_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_and_wait_parameters_ready(
         self: Any, params: Sequence[Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Gather parameters, then let gradients accumulate."""
         original(self, params, *args, **kwargs)
         # Unset after each call, as upstream marks in every forward and backward pass.
         if self.data_parallel_sharding_strategy == "optim":
@@ -238,7 +237,6 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     buffer = list(inspect.signature(original).parameters).index("grad_output_buffer")
 
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any) -> Any:
-        """Fuse the accumulation only if its target may be overwritten."""
         # Five arguments come before the rest.
         is_deferred = rest[buffer - 5] is not None
         # Other wrappers than Megatron-FSDP initialize ``main_grad``.
