@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Names under which Megatron builds a Muon without Megatron-FSDP.
 MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
-# Flags of the exchange, --muon-fsdp-<name>: the defaults are those of ExchangeSettings.
+# Flags of the exchange, --muon-fsdp-<name>, with the defaults of ExchangeSettings.
 EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "comm_dtype": {
         "choices": get_args(CommDtype),

@@ -64,7 +64,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         ValueError: See :class:`~megatron_muon.step.muon_step.MuonStep`.
         RuntimeError: See there.
 
-    Communication: at construction that of :class:`~megatron_muon.step.muon_step.MuonStep`. Each
+    Communication: at construction see :class:`~megatron_muon.step.muon_step.MuonStep`. Each
         step one flag over all ranks, the norm and zero count over the optimizers'
         gradient-statistics groups, and what Muon and Megatron-FSDP exchange.
     """
@@ -73,7 +73,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     _norm: float | torch.Tensor | None  # of this step's gradients; None until it is known
     # Sum over all ranks, NaN where a norm is not finite. A tensor until the host reads it.
     _num_problems: float | torch.Tensor
-    # From the first change of a step to its end: if it does not come there, nobody knows which
+    # True from the first change of a step to its end. After an error in between it is unknown which
     # weights and state have changed.
     _is_changing: bool = False
 
@@ -123,7 +123,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         if self._is_changing:
             self._problems.append(INTERRUPTED)
         self._norm = None
-        # Upstream would look for a main_grad of every parameter; those of Megatron-FSDP have none.
+        # Upstream reads main_grad of every parameter, which Megatron-FSDP does not set.
         return False
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             self._num_problems = float(self._num_problems)
             if self._num_problems == 0.0:
                 return
-        # If nobody asked for the norm, gradients are checked here.
+        # Without clipping or logging the norm is never computed, and gradients are checked here.
         device = current_device()
         grads = [
             (fqn, param.grad._local_tensor)
@@ -284,7 +284,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name.
 
-        The tensors are those of the optimizers, and carry their row offsets:
+        The tensors belong to the optimizers, and carry their row offsets:
         ``torch.distributed.checkpoint`` saves them, and loads them in place on any number of ranks.
         """
         if self.muon_step is not None:
@@ -296,7 +296,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Learning rate, weight decay and step count are loaded from the group settings, and with
         ``--use-checkpoint-opt_param-scheduler`` also ``max_lr`` and ``min_lr``. The rest, such as
-        the momentum coefficient, stays that of this run, with a warning if it differs.
+        the momentum coefficient, comes from this run, with a warning if it differs.
 
         Args:
             state_dict: State with DTensors sharded as here; not changed.
@@ -305,7 +305,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             RuntimeError: On all ranks, if state is missing on one of them or has another shape.
                 Nothing was loaded.
 
-        Communication: one all-reduce of a single int32 over all ranks of the job, and that of
+        Communication: one all-reduce of a single int32 over all ranks of the job; see also
             :meth:`MuonStep.collect_moments`.
         """
         arguments = self.chained_optimizers, self._state_names, state_dict

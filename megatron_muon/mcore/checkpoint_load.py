@@ -150,7 +150,7 @@ def _read(folder: Path, changed: int) -> StoredCheckpoint:
 def _adapt(
     state_dict: dict[str, Any], checkpoint: StoredCheckpoint, args: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Adapt a state dict to what a checkpoint holds.
+    """Adapt a state dict to the entries of a checkpoint.
 
     Args:
         state_dict: Gets the checkpoint, for :func:`compare_before_loading`, and a stored random

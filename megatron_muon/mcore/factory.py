@@ -65,10 +65,10 @@ def build_megatron_fsdp_emerging_optimizer(
     """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
-    layer and whatever is not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
+    layer and tensors that are not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
 
     Args:
-        config: Optimizer configuration; the ``muon_*`` fields mean what they do under DDP.
+        config: Optimizer configuration; the ``muon_*`` fields have the same meaning as under DDP.
         model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.

@@ -171,7 +171,7 @@ def is_sharded_over_instances(chunk: FSDPModel) -> bool:
         return False
     if not is_v2(chunk):
         return bool(ddp_config.outer_dp_sharding_strategy != "no_shard")
-    # Their number does not tell: v2 may shard over all data-parallel ranks all the same.
+    # With several instances v2 may still shard over all data-parallel ranks.
     return all(
         placement.is_shard() for param in chunk.parameters() for placement in param.placements
     )

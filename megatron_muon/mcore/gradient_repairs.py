@@ -87,7 +87,7 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
     """Wrap ``_get_megatron_optimizer_based_on_param_groups``: the norm covers all shards.
 
     Upstream reduces it over one optimizer instance, which under HFSDP holds only some of the
-    shards: instances have different norms and clip differently. That of v2 is reduced over the
+    shards: instances have different norms and clip differently. v2 reduces the norm over the
     data-parallel ranks of one pipeline stage, and so stages differ.
     """
 

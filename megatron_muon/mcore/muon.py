@@ -41,7 +41,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         params: DTensor parameters or parameter groups, in the same order on all ranks.
         tensor_shards: Shard of every parameter on its tensor-parallel rank, with the boxes of
             ranks; see :func:`~megatron_muon.rows.parameters.tensor_shard_of`.
-        device: Where shards are; None for that of the parameters. A pipeline stage may have none.
+        device: Device of the shards; None for the parameters' own. A pipeline stage may have no
+            parameters.
         momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
             rounds once.
         offload_momentum: Whether momentum is in pinned CPU memory between steps.
@@ -56,7 +57,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Raises:
         ValueError: Unknown method, or weight decay in gradients whose norms namo averages.
 
-    What a step computes element by element runs over few long tensors: Megatron-FSDP keeps the
+    Elementwise operations of a step run over few long tensors: Megatron-FSDP keeps the
     weights and the gradients of a unit in one buffer each, and the momentum has the same order.
 
     Memory: one momentum element per local parameter element, all of a parameter group in one
@@ -130,7 +131,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
 
         It is whole over tensor parallelism in the modes that ask for it, and where tensor-parallel
-        ranks have copies, such as those of a router.
+        ranks have copies, such as a router.
         """
         shard = self.tensor_shards[param]
         if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):

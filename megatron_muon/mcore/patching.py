@@ -101,7 +101,7 @@ def apply_all(patches: Sequence[Patch]) -> None:
     replacements = []
     for patch in patches:
         original = pkgutil.resolve_name(patch.symbol)
-        # Name, docstring and signature stay those of the original.
+        # Tracebacks, help() and inspect.signature show the original.
         replacement = functools.update_wrapper(patch.wrap(original), original)
         setattr(replacement, _MARK, patch.symbol)
         replacements.append(replacement)

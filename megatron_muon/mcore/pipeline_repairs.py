@@ -161,7 +161,7 @@ def sum_tied_gradient(
     weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
     if weight is None or not weight.requires_grad:
         return
-    # A rank without rows has no gradient, and joins all the same.
+    # A rank without rows has no gradient, but takes part in the collectives.
     has_rows = weight.grad is not None
     grad = local_tensor(weight.grad if has_rows else weight.detach())
     whole = grad if has_rows else torch.zeros_like(grad)

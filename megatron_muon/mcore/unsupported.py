@@ -77,7 +77,7 @@ _STAGES = "pipeline_model_parallel_size"
 
 
 def _has_several(settings: Settings, name: str) -> bool:
-    # None where a configuration has the field and nobody set it.
+    # Configurations have fields that are None.
     return (settings.get(name) or 1) > 1
 
 
@@ -111,7 +111,7 @@ def _has_whole_graph(settings: Settings) -> bool:
     return "full_iteration" in [getattr(scope, "name", scope) for scope in requested]
 
 
-# Whatever the optimizer is: Adam's weights are clipped too.
+# Refused with any optimizer: Adam's weights are clipped too.
 QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "--qk-clip with tensor parallelism, but for multi-latent attention",

@@ -37,7 +37,7 @@ _TESTED_VERSIONS: dict[str, SpecifierSet] = {
     "emerging-optimizers": SpecifierSet(">=0.3.0,<=0.4.0"),
     "torch": SpecifierSet(">=2.9.1,<=2.15.0"),
 }
-# Those of requirements.lock, with which all tests run.
+# The versions of requirements.lock, with which all tests run.
 _INSTALL = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.15.0"}
 _REPAIRS = {
     # A source tree on the path hides what pip installs.
