@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from gpt_flags import FSDP, MUON, SMALL_GPT
 from launched_run import TrainingLog, train
 
-from megatron_muon.checkpoint.reading import find_checkpoint, read_checkpoint
+from megatron_muon.checkpoint.folders import find_checkpoint
+from megatron_muon.checkpoint.reading import read_checkpoint
 
 COMMON = (
     f"{SMALL_GPT} --seq-length 64 --max-position-embeddings 64 --lr 2e-3 --min-lr 1e-4"

@@ -2,11 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read, verify and convert saved checkpoints without a GPU, a process group or megatron.
 
-Files; imports point upwards::
+Files, each importing only those above it::
 
-    reading     find a checkpoint; its table of contents, tensors and objects; verify
-    conversion  Muon under DDP, as Megatron saves it, for Megatron-FSDP, and back
-    __main__    python -m megatron_muon.checkpoint verify|convert DIR
+    folders       finds the finished checkpoint of a --save folder
+    reading       table of contents, tensors and objects, without running code
+    verification  compares chunks, files and checksums
+    writing       writes values that are read from another checkpoint
+    names         a parameter in the tensor of all layers and experts
+    conversion    Muon under DDP, as Megatron saves it, for Megatron-FSDP, and back
+    __main__      python -m megatron_muon.checkpoint verify|convert DIR
 
 The format is ``torch.distributed.checkpoint``. Megatron calls it ``fsdp_dtensor`` if Megatron-FSDP
 wrote it.

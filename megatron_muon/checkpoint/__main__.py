@@ -11,18 +11,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_muon.checkpoint.conversion import Conversion, from_ddp, to_ddp
-from megatron_muon.checkpoint.reading import (
+from megatron_muon.checkpoint.conversion import from_ddp, to_ddp
+from megatron_muon.checkpoint.folders import (
     TRACKER,
     CheckpointError,
     escaped,
     expecting,
     find_checkpoint,
-    find_misfits,
-    find_problems,
     iteration_folder,
-    read_checkpoint,
 )
+from megatron_muon.checkpoint.reading import read_checkpoint
+from megatron_muon.checkpoint.verification import find_misfits, find_problems
+from megatron_muon.checkpoint.writing import Conversion
 
 # Formats to convert to, and from.
 _SOURCES = {"fsdp_dtensor": "torch_dist", "torch_dist": "fsdp_dtensor"}

@@ -1,16 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Find, read and verify a finished checkpoint, without running code from its files.
+"""Read a checkpoint without running code from its files.
 
-=========  =====================================================================================
-tracker    ``latest_checkpointed_iteration.txt`` of a ``--save`` folder: iteration that ``--load``
-           loads, or ``release``; written last
-finished   a checkpoint whose ``.metadata`` exists: it is written after all other files
-key        name of a value: the nested names of the saved dictionary, joined by dots
-tensor     a value stored as chunks, boxes of the whole
-object     any other value, pickled
-item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
-=========  =====================================================================================
+======  ==================================================================
+key     name of a value: nested names of the saved dictionary, joined by dots
+tensor  a value stored as chunks, boxes of the whole
+object  any other value, pickled
+item    the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
+======  ==================================================================
 
 Nothing in a checkpoint is trusted: ``torch.distributed.checkpoint`` would unpickle any object. Here
 only a few plain values are built, and instances of all other classes become inert. Files are
@@ -27,8 +24,7 @@ import os
 import pickle
 import stat
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -37,134 +33,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-TRACKER = "latest_checkpointed_iteration.txt"
-METADATA = ".metadata"
-_WHAT_TO_DO = {
-    "fsdp_dtensor": "Megatron-FSDP reads no other; load it in a run without --use-megatron-fsdp, "
-    "or convert torch_dist by python -m megatron_muon.checkpoint convert.",
-    "torch_dist": "Load a checkpoint of torch in the run that saved it, with "
-    "--ckpt-convert-format torch_dist --ckpt-convert-save DIR, which saves it anew.",
-}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, or does not fit the run.
-
-    Every argument is one line of the text, also with control characters in names.
-    """
-
-    def __str__(self) -> str:
-        """Return one line per argument."""
-        return "\n".join(escaped(str(line)) for line in self.args)
-
-
-def escaped(text: str) -> str:
-    """Return a text with its control characters escaped, as ``repr`` does."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-@contextmanager
-def expecting(what: str, where: object) -> Iterator[None]:
-    """Turn any error raised inside into a CheckpointError.
-
-    Args:
-        what: The expectation.
-        where: Key or path to name.
-    """
-    try:
-        yield
-    except (CheckpointError, BrokenPipeError):
-        raise
-    except Exception as error:  # crafted or damaged files raise anything
-        # Torch adds paragraphs of advice.
-        text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        raise CheckpointError(f"{where}: expected {what}, got {text}.") from error
-
-
-def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Return the folder of an iteration, as Megatron names it."""
-    return folder / f"iter_{iteration:07d}"
-
-
-def finished_iterations(folder: Path) -> list[int]:
-    """List the iterations whose checkpoint is finished, in order."""
-    return sorted(
-        int(path.parent.name.removeprefix("iter_"))
-        for path in folder.glob(f"iter_*/{METADATA}")
-        if path.parent.name.removeprefix("iter_").isdecimal()
-    )
-
-
-def find_checkpoint(
-    folder: Path, iteration: int | None = None, expected: str = "fsdp_dtensor"
-) -> Path:
-    """Choose the checkpoint that ``--load`` would load, and check that it is finished.
-
-    Args:
-        folder: A ``--save`` folder of Megatron, or the folder of one checkpoint.
-        iteration: Iteration asked for (``--ckpt-step``); None for the tracker's.
-        expected: Format, ``fsdp_dtensor`` or ``torch_dist``.
-
-    Returns:
-        The folder that holds ``.metadata``.
-
-    Raises:
-        CheckpointError: There is no checkpoint, it is unfinished or of another format, or the
-            tracker cannot be read.
-    """
-    if iteration is not None:
-        checkpoint = iteration_folder(folder, iteration)
-    elif (folder / METADATA).is_file():
-        checkpoint = folder
-    else:
-        checkpoint = _tracked_folder(folder)
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
-        )
-    # By Megatron's names; fsdp_dtensor is DCP's format. torch_dist has .metadata too.
-    stored = "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
-    if (checkpoint / "metadata.json").exists():
-        stored = "torch_dist"
-    if stored != expected:
-        raise CheckpointError(
-            f"{checkpoint}: expected the format {expected}, got {stored}. {_WHAT_TO_DO[expected]}"
-        )
-    if not (checkpoint / METADATA).is_file():
-        raise CheckpointError(
-            f"{checkpoint}: expected a finished checkpoint, got one without {METADATA}: its save "
-            f"was cut short. {_what_to_load(folder)}"
-        )
-    return checkpoint
-
-
-def _tracked_folder(folder: Path) -> Path:
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        raise CheckpointError(
-            f"{tracker}: expected the tracker of a --save folder, got no such file. "
-            f"{_what_to_load(folder)}"
-        )
-    with open(tracker, errors="replace") as file:
-        text = file.read(99).strip()
-    if text == "release":
-        return folder / text
-    if not text.isdecimal():
-        raise CheckpointError(
-            f"{tracker}: expected an iteration or 'release', got {text!r}. {_what_to_load(folder)}"
-        )
-    return iteration_folder(folder, int(text))
-
-
-def _what_to_load(folder: Path) -> str:
-    finished = finished_iterations(folder)
-    if not finished:
-        return f"No checkpoint in {folder} is finished."
-    return (
-        f"Finished in {folder}: {', '.join(map(str, finished))}; load one with --ckpt-step "
-        f"{finished[-1]}."
-    )
-
+from megatron_muon.checkpoint.folders import METADATA, CheckpointError, expecting
 
 # Plain values, or inert stand-ins of other objects.
 type StoredObject = Any
@@ -207,13 +76,15 @@ class StoredCheckpoint:
 
     Args:
         folder: The folder that holds ``.metadata``.
-        tensors: By key.
-        objects: By key.
+        tensors: Tensors by key.
+        objects: Objects by key.
+        save_id: Random text that torch writes into every save; empty if the writer did not.
     """
 
     folder: Path
     tensors: dict[str, StoredTensor]
     objects: dict[str, Item]
+    save_id: str = ""
 
     def items_by_file(self) -> dict[str, list[Item]]:
         """Return the items of every file, in the order of their bytes."""
@@ -344,7 +215,8 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
                 tensors[key] = _stored_tensor(key, value, stored)
             else:
                 objects[key] = _item(key, stored[key, ()])
-    return StoredCheckpoint(folder, tensors, objects)
+        save_id = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
+    return StoredCheckpoint(folder, tensors, objects, save_id if isinstance(save_id, str) else "")
 
 
 def _numbers(values: Iterable[object]) -> tuple[int, ...]:
@@ -380,79 +252,6 @@ def _item(key: str, info: StoredObject, *chunk: tuple[int, ...]) -> Item:
         raise ValueError(f"{key} transformed")
     offset, length = _numbers((info.offset, info.length))
     return Item(key, name, offset, length, *chunk)
-
-
-def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
-    """Compare a checkpoint with its table of contents, and every byte with its checksum.
-
-    ``torch.save`` writes a CRC-32 of every record. Bytes without a checksum (alignment between
-    records, time stamps of the archive) are never loaded.
-
-    Returns:
-        One sentence per problem: of :func:`find_misfits` or, without any, items with changed
-        bytes or another chunk.
-
-    Memory: twice the largest item.
-    """
-    problems = find_misfits(checkpoint)
-    if problems:
-        return problems
-    for item in itertools.chain.from_iterable(checkpoint.items_by_file().values()):
-        try:
-            if item.key in checkpoint.tensors:
-                checkpoint.read_chunk(item)
-            else:
-                checkpoint.read_object(item.key)
-        except CheckpointError as error:
-            path = checkpoint.folder / item.file
-            problems.append(f"{path}, bytes {item.offset} to {item.offset + item.length}: {error}")
-    return problems
-
-
-def find_misfits(checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Compare a table of contents with itself and with the lengths of files.
-
-    Args:
-        checkpoint: Table of contents.
-        share: Index of the share of tensors and files to compare.
-        num_shares: Number of shares.
-
-    Returns:
-        One sentence per problem: chunks that do not tile their tensor, a file that is missing
-        or of another length than its items.
-    """
-    problems = [
-        f"{key}: expected chunks that tile the shape {tensor.shape}, got others"
-        for key, tensor in [*checkpoint.tensors.items()][share::num_shares]
-        if not is_tiled(tensor.shape, [(item.offsets, item.sizes) for item in tensor.chunks])
-    ]
-    for name, items in [*checkpoint.items_by_file().items()][share::num_shares]:
-        path, end = checkpoint.folder / name, 0
-        if not os.path.isfile(path) or path.is_symlink():
-            problems.append(f"{path}: expected a file, got none, or a link or pipe in its place")
-            continue
-        for item in items:
-            if item.offset != end:
-                problems.append(f"{path}: expected {item.key} at byte {end}, got {item.offset}")
-            end = item.offset + item.length
-        size = path.stat().st_size
-        if size != end:
-            problems.append(f"{path}: expected {end} bytes, got {size}")
-    return problems
-
-
-def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes are inside of a shape, fill it, and do not overlap."""
-    # Boxes fill another one exactly if the corners of all, with alternating signs, cancel.
-    corners: Counter[tuple[int, ...]] = Counter()
-    whole = ((0,) * len(shape), shape)
-    for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return False
-        for ends in itertools.product((0, 1), repeat=len(shape)):
-            corner = tuple(o + end * n for o, end, n in zip(offsets, ends, sizes, strict=True))
-            corners[corner] += sign * (-1) ** sum(ends)
-    return not any(corners.values())
 
 
 class _Inert:

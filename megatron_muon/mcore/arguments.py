@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Names under which Megatron builds a Muon without Megatron-FSDP.
 MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
-# Flags of the exchange, --muon-fsdp-<name>: the defaults are those of ExchangeSettings.
+# Flags of the exchange, --muon-fsdp-<name>, with the defaults of ExchangeSettings.
 EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "comm_dtype": {
         "choices": get_args(CommDtype),
@@ -123,7 +123,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
     defaults = dataclasses.asdict(ExchangeSettings())
-    # None where it was not given: --muon-use-syrk may then choose.
+    # None if the flag is absent: --muon-use-syrk may then choose.
     defaults["newton_schulz"] = None
     for name, settings in EXCHANGE_FLAGS.items():
         flag = "--muon-fsdp-" + name.replace("_", "-")
@@ -134,12 +134,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace) -> None:
     """Refuse settings that cannot work under Megatron-FSDP with Muon or QK-clip, or with splits.
-
-    With pipeline stages ``--no-align-grad-reduce`` is set: otherwise Megatron runs the last
-    microbatch of all stages but the first under ``no_sync()``, and then starts the reduction by a
-    call that Megatron-FSDP ignores. Gradients stay unreduced under no_shard, optim and HSDP.
 
     Args:
         args: The parsed command line, before Megatron validates it.
@@ -162,6 +158,15 @@ def check(args: argparse.Namespace) -> None:
         refusals = _split_refusals(args)
         if refusals:
             raise SettingsError("\n  ".join([f"--optimizer {args.optimizer}:", *refusals]))
+
+
+def adapt_arguments(args: argparse.Namespace) -> None:
+    """Set ``--no-align-grad-reduce`` with pipeline stages under Megatron-FSDP.
+
+    Without it Megatron runs the last microbatch of all stages but the first under ``no_sync()``,
+    and then starts the reduction by a call that Megatron-FSDP ignores. Gradients stay unreduced
+    under no_shard, optim and HSDP.
+    """
     if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
         logger.info("--no-align-grad-reduce is set: Megatron-FSDP cannot align stages")
         args.align_grad_reduce = False
@@ -201,9 +206,7 @@ def _split_refusals(args: argparse.Namespace) -> list[str]:
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``add_megatron_arguments`` to add the flags of this package."""
 
-    @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add Megatron's flags, then ours."""
         return add_flags(original(parser))
 
     return add_megatron_arguments
@@ -216,25 +219,24 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     checks of Megatron-FSDP stay in force.
     """
 
-    @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        """Check the settings, then validate as for Adam."""
-        check(args)
-        asked = args.optimizer
-        if asked not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
+        check_arguments(args)
+        adapt_arguments(args)
+        requested = args.optimizer
+        if requested not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
             return original(args, defaults)
         logger.info(
             "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam",
-            asked,
+            requested,
         )
         args.optimizer = "adam"
-        if asked in MUON_OPTIMIZERS:
+        if requested in MUON_OPTIMIZERS:
             # Megatron's configuration asserts float32 without its precision-aware Adam.
             args.muon_momentum_dtype, args.exp_avg_dtype = args.exp_avg_dtype, "fp32"
         try:
             return original(args, defaults)
         finally:
-            args.optimizer = asked
+            args.optimizer = requested
 
     return validate_args
 
@@ -294,9 +296,9 @@ def requested_momentum() -> dict[str, Any]:
 
 def exchange_settings(args: Any) -> ExchangeSettings:
     """Read the ``--muon-fsdp-*`` flags of the parsed command line."""
-    given = {name: getattr(args, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
-    if given["newton_schulz"] is None:
+    settings = {name: getattr(args, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
+    if settings["newton_schulz"] is None:
         # A flag of later releases of Megatron-LM, which stands for the same kernels.
         use_syrk = getattr(args, "muon_use_syrk", False)
-        given["newton_schulz"] = "symmetric" if use_syrk else "standard"
-    return ExchangeSettings(**given)
+        settings["newton_schulz"] = "symmetric" if use_syrk else "standard"
+    return ExchangeSettings(**settings)

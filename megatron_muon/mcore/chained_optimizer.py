@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore import checkpoint_state
-from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
@@ -65,16 +64,16 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         ValueError: See :class:`~megatron_muon.step.muon_step.MuonStep`.
         RuntimeError: See there.
 
-    Communication: at construction that of :class:`~megatron_muon.step.muon_step.MuonStep`. Each
+    Communication: at construction see :class:`~megatron_muon.step.muon_step.MuonStep`. Each
         step one flag over all ranks, the norm and zero count over the optimizers'
         gradient-statistics groups, and what Muon and Megatron-FSDP exchange.
     """
 
     _problems: list[str]  # of this rank's gradients, in this step, as far as the host knows
     _norm: float | torch.Tensor | None  # of this step's gradients; None until it is known
-    # Of all ranks, NaN where a norm is not finite. A tensor until the host reads it.
+    # Sum over all ranks, NaN where a norm is not finite. A tensor until the host reads it.
     _num_problems: float | torch.Tensor
-    # From the first change of a step to its end: if it does not come there, nobody knows which
+    # True from the first change of a step to its end. After an error in between it is unknown which
     # weights and state have changed.
     _is_changing: bool = False
 
@@ -96,14 +95,12 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         stay = all(map(gradients_stay, self.model_chunks))
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
         # Named while the model still holds its DTensor parameters.
-        self._state_names = checkpoint_state.names_in_checkpoints(
-            self.chained_optimizers, self.model_chunks
-        )
+        self._state_names = checkpoint_state.names_in_checkpoints(self.model_chunks)
         self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
         main_weights = checkpoint_state.main_weights(self.model_chunks)
         # Before anything can be saved: ranks that hold different sets of state hang the save.
         for child in self.chained_optimizers:
-            checkpoint_state.complete_state(child)
+            checkpoint_state.initialize_state(child)
             checkpoint_state.record_offsets(child, main_weights)
 
     @torch.no_grad()
@@ -126,7 +123,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         if self._is_changing:
             self._problems.append(INTERRUPTED)
         self._norm = None
-        # Upstream would look for a main_grad of every parameter; those of Megatron-FSDP have none.
+        # Upstream reads main_grad of every parameter, which Megatron-FSDP does not set.
         return False
 
     @torch.no_grad()
@@ -170,7 +167,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             self._num_problems = float(self._num_problems)
             if self._num_problems == 0.0:
                 return
-        # If nobody asked for the norm, gradients are checked here.
+        # Without clipping or logging the norm is never computed, and gradients are checked here.
         device = current_device()
         grads = [
             (fqn, param.grad._local_tensor)
@@ -213,7 +210,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 self._raise_where_gradients_fail()
             return result
         finally:
-            # Otherwise collectives may still use the memory.
+            # A step that failed in the middle may have left collectives that use the memory.
             if not self._is_changing:
                 # Upstream skips a step where the norm is above its threshold.
                 self._restore_gradients()
@@ -287,7 +284,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name.
 
-        The tensors are those of the optimizers, and carry their row offsets:
+        The tensors belong to the optimizers, and carry their row offsets:
         ``torch.distributed.checkpoint`` saves them, and loads them in place on any number of ranks.
         """
         if self.muon_step is not None:
@@ -299,7 +296,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Learning rate, weight decay and step count are loaded from the group settings, and with
         ``--use-checkpoint-opt_param-scheduler`` also ``max_lr`` and ``min_lr``. The rest, such as
-        the momentum coefficient, stays that of this run, with a warning if it differs.
+        the momentum coefficient, comes from this run, with a warning if it differs.
 
         Args:
             state_dict: State with DTensors sharded as here; not changed.
@@ -308,19 +305,12 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             RuntimeError: On all ranks, if state is missing on one of them or has another shape.
                 Nothing was loaded.
 
-        Communication: one all-reduce of a single int32 over all ranks of the job, and that of
+        Communication: one all-reduce of a single int32 over all ranks of the job; see also
             :meth:`MuonStep.collect_moments`.
         """
-        device = current_device()
-        checkpoint_state.raise_where_state_does_not_fit(
-            self.chained_optimizers, self._state_names, state_dict, device
-        )
-        checkpoint_state.unpack(
-            self.chained_optimizers,
-            self._state_names,
-            state_dict,
-            with_schedule=takes_schedule_of_checkpoint(),
-        )
+        arguments = self.chained_optimizers, self._state_names, state_dict
+        checkpoint_state.raise_where_state_does_not_fit(*arguments)
+        checkpoint_state.unpack(*arguments)
         if self.muon_step is not None:
             self.muon_step.collect_moments()
         self._is_changing = False

@@ -1,6 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Load a checkpoint: find it, compare it with the run, load it. All ranks refuse it together."""
+"""Load a checkpoint; all ranks refuse it together.
+
+A load::
+
+    find_before_loading       wraps _load_base_checkpoint, which a load calls twice
+        1. locate             the same checkpoint on all ranks; its files have their lengths
+        2. locate, adapt      random states, and group settings that the checkpoint lacks
+    compare_before_loading    names and shapes of tensors, in the second call
+    upstream                  torch.distributed.checkpoint loads into the tensors of the run
+    load_state_dict           of the optimizer adopts group settings, and installs main weights
+"""
 
 import functools
 import logging
@@ -15,16 +25,15 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.checkpoint.reading import (
+from megatron_muon.checkpoint.folders import (
     METADATA,
     TRACKER,
     CheckpointError,
-    StoredCheckpoint,
     find_checkpoint,
-    find_misfits,
     finished_iterations,
-    read_checkpoint,
 )
+from megatron_muon.checkpoint.reading import StoredCheckpoint, read_checkpoint
+from megatron_muon.checkpoint.verification import find_misfits
 from megatron_muon.mcore.checkpoint_state import describe_differences, rename_layers
 from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
@@ -36,7 +45,7 @@ _NOTHING_LOADED = "Nothing was loaded."
 _STORED = "_megatron_muon_checkpoint"
 # Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
-# Names of states that differ by tensor-parallel rank (FSDPBlockMuon).
+# Names of states that differ by tensor-parallel rank (muon.py, TensorParallelMoments).
 _TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
 _GENERATOR = re.compile(r"rng_state\.(\([^)]*\))")
 
@@ -52,7 +61,6 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         reads ``.metadata`` once; the bytes of tensors are read by upstream's load alone.
     """
 
-    @functools.wraps(original)
     def _load_base_checkpoint(
         load_dir: str | None,
         args: Any,
@@ -69,30 +77,29 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
             return load()
         folder, step = Path(load_dir), getattr(args, "ckpt_step", None)
-        checkpoint, problems = _attempt(lambda: _open(folder, step))
+        checkpoint, problems = _attempt(lambda: _locate(folder, step))
         _raise_together(problems, _NOTHING_LOADED)
         if dist.is_initialized():
             raise_where_ranks_differ(
-                [_identity(checkpoint)],
+                # Two saves of one iteration differ in their ids, also two of upstream's.
+                [f"{checkpoint.folder.name}, {checkpoint.save_id}" if checkpoint else "none"],
                 dist.group.WORLD,  # type: ignore[arg-type]
                 current_device(),
                 "checkpoint to load",
                 "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
             )
-        if checkpoint is None:
-            return load()
-        if rank0:
-            # load_checkpoint calls this first, for the arguments of the saved run.
-            if dist.is_initialized():
+            # load_checkpoint calls this first with rank0, for the arguments of the saved run.
+            if rank0 and checkpoint is not None:
                 _raise_where_damaged(checkpoint)
+        if rank0 or checkpoint is None:
             return load()
         _read.cache_clear()
         # Upstream can load a GPT's layers into a hybrid model, and translates the names later.
         if sharded_state_dict is None or kwargs.get("gpt_compat_layer_maps") is not None:
             return load()
-        kept = _fit(sharded_state_dict, checkpoint, args)
+        set_aside = _adapt(sharded_state_dict, checkpoint, args)
         result = load()
-        for settings, flags in kept:
+        for settings, flags in set_aside:
             settings.update(flags)
         return result
 
@@ -109,15 +116,8 @@ def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
         return None, [f"{type(error).__name__}: {error}"]
 
 
-def _identity(checkpoint: StoredCheckpoint | None) -> str:
-    """Return a text that differs between any two saves of this package: files have new names."""
-    if checkpoint is None:
-        return "none"
-    return f"{checkpoint.folder.name}, {next(iter(checkpoint.items_by_file()), 'empty')}"
-
-
-def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
-    """Open the checkpoint of a load; None if upstream starts from random weights."""
+def _locate(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
+    """Read the checkpoint of a load; None if upstream starts from random weights."""
     tracker = folder / TRACKER
     if (folder / METADATA).is_file():
         raise CheckpointError(
@@ -147,10 +147,10 @@ def _read(folder: Path, changed: int) -> StoredCheckpoint:
     return read_checkpoint(folder)
 
 
-def _fit(
+def _adapt(
     state_dict: dict[str, Any], checkpoint: StoredCheckpoint, args: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Prepare a state dict for a load from a checkpoint.
+    """Adapt a state dict to the entries of a checkpoint.
 
     Args:
         state_dict: Gets the checkpoint, for :func:`compare_before_loading`, and a stored random
@@ -185,12 +185,12 @@ def _fit(
             "it out. Pass --no-load-optim, which loads the weights and starts momentum at zero. "
             + _NOTHING_LOADED
         )
-    kept = []
+    set_aside = []
     for name, settings in state_dict["optimizer"]["param_to_group_meta"].items():
         prefix = f"optimizer.param_to_group_meta.{name}."
         lacking = [key for key in settings if key != "step" and prefix + key not in stored]
-        kept.append((settings, {key: settings.pop(key) for key in lacking}))
-    return kept
+        set_aside.append((settings, {key: settings.pop(key) for key in lacking}))
+    return set_aside
 
 
 def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +200,6 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         all-gather of names as objects over the pipeline.
     """
 
-    @functools.wraps(original)
     def preprocess_fsdp_dtensor_state_dict(
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
@@ -214,13 +213,13 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
         if checkpoint is None:
             return state_dict
-        shapes, elsewhere = _shapes(state_dict), list[set[str]]()
+        shapes, stages = _expected_shapes(state_dict), list[set[str]]()
         if args.pipeline_model_parallel_size > 1:
             # Other pipeline stages load other names.
             group = mpu.get_pipeline_model_parallel_group()
-            elsewhere = [set()] * group.size()
-            dist.all_gather_object(elsewhere, {*shapes}, group=group)
-        problems = find_differences(checkpoint, shapes, args.num_experts, set().union(*elsewhere))
+            stages = [set()] * group.size()
+            dist.all_gather_object(stages, {*shapes}, group=group)
+        problems = find_differences(checkpoint, shapes, args.num_experts, set().union(*stages))
         # Collective on all ranks or on none: the flag is the same everywhere.
         if args.strict_fsdp_dtensor_load:
             _raise_together(problems, _advice(checkpoint, args))
@@ -237,7 +236,7 @@ def find_differences(
     checkpoint: StoredCheckpoint,
     shapes: Mapping[str, tuple[int, ...]],
     num_experts: int | None,
-    elsewhere: Iterable[str] = (),
+    other_stages: Iterable[str] = (),
 ) -> list[str]:
     """Compare the tensors of the model and of the optimizer's state by name and shape.
 
@@ -245,15 +244,16 @@ def find_differences(
         checkpoint: The stored tensors.
         shapes: Shapes of the expected tensors by their names in checkpoints.
         num_experts: Global number of experts of the model.
-        elsewhere: Names of tensors that other pipeline stages expect.
+        other_stages: Names of tensors that other pipeline stages expect.
 
     Returns:
         One sentence per module or parameter with missing weights or states, other shapes, or
         unexpected tensors that a load would drop.
     """
     # A rank expects only its experts; names of the others differ in the index.
-    patterns = {_pattern(key, num_experts) for key in (*shapes, *elsewhere)}
-    parts = {key.partition(".")[0] for key in (*shapes, *elsewhere)}
+    names = {*shapes, *other_stages}
+    patterns = {_pattern(key, num_experts) for key in names}
+    parts = {key.partition(".")[0] for key in names}
     stored = {
         key: tensor.shape
         for key, tensor in checkpoint.tensors.items()
@@ -264,7 +264,7 @@ def find_differences(
     return describe_differences(shapes, stored)
 
 
-def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the expected tensors by their names in checkpoints."""
     return {
         key: tuple(value.shape)
@@ -326,9 +326,7 @@ def _raise_together(problems: list[str], advice: str) -> None:
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
 
-    @functools.wraps(original)
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
-        """Return the path of --pretrained-checkpoint without --load."""
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
             load_arg = "pretrained_checkpoint"
         return original(args, load_arg)

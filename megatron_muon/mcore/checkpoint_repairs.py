@@ -7,7 +7,6 @@ fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +16,15 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.checkpoint_state import agree_on_step, complete_state, layer_names
+from megatron_muon.mcore.checkpoint_state import agree_on_step, initialize_state, layer_names
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
-    current_device,
-    is_v2,
     is_wrapped,
+    sharded_module,
     sharded_parameters,
 )
 from megatron_muon.mcore.pipeline_repairs import check_within_stage
-from megatron_muon.rows.megatron_fsdp import own_rows
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, own_rows
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
@@ -45,12 +43,10 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
         names, the same on all ranks.
     """
 
-    @functools.wraps(original)
     def split_in_state_dict(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Rename and split weights and states, for a save or a load."""
-        located = _LocatedInV2(model) if is_v2(model) else _LocatedParameters(model)
+        located = _LocatedParameters(model)
         weights, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
             return weights, None
@@ -78,7 +74,7 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LocatedParameters:
-    """A Megatron-FSDP model with the element range of every parameter that this rank holds.
+    """A Megatron-FSDP model whose parameters have the element range that this rank holds.
 
     Upstream's lookup expects the wrapper of bf16 models, and finds nothing in fp32.
 
@@ -89,25 +85,16 @@ class _LocatedParameters:
     state: DTensor | None = None  # the state to split; None for weights
 
     def __init__(self, model: Any) -> None:
-        self._model = model.module if is_wrapped(model) else model
-        buffers = self._model.param_and_grad_buffer
-        is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
-        setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
+        # Upstream passes the wrapper or the module inside.
+        self._model = sharded_module(model) if is_wrapped(model) else model
         # Names as in checkpoints, across pipeline stages.
         self._layer_names = names = layer_names(self._model)
         self._parameters = {
-            names(bare_name(name)): p for name, p in buffers.optimizer_named_parameters
+            names(name): param for name, param in sharded_parameters(self._model).items()
         }
-        self._elements: dict[str, tuple[int, int]] = {}
-        for group in buffers.parameter_groups:
-            buffer = group.main_weight_buffer or group.model_weight_buffer
-            for index, orig_param in enumerate(group.params):
-                if is_replicated or buffer is None:
-                    start, stop = 0, orig_param.numel()
-                else:
-                    start, stop = buffer._get_item_slice_in_shard(index)
-                name = names(bare_name(buffers.param_to_name[orig_param]))
-                self._elements[name] = (start, stop)
+        if buffers := getattr(self._model, "param_and_grad_buffer", None):
+            strategy = buffers.ddp_config.data_parallel_sharding_strategy
+            setattr(buffers.dist_index, _IS_REPLICATED, strategy == "no_shard")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -123,29 +110,14 @@ class _LocatedParameters:
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, with or without the prefixes of wrappers."""
         param = self._parameters[bare_name(name)]
-        start, stop = self._elements[bare_name(name)]
         # A state may have fewer columns, such as a moment per row. Shards hold whole rows.
-        if self.state is not None and self.state._local_tensor.shape != param._local_tensor.shape:
-            num_cols = param._local_tensor.shape[1]
-            state_cols = self.state._local_tensor.shape[1]
-            start, stop = start // num_cols * state_cols, stop // num_cols * state_cols
-        param.megatron_fsdp_slice = slice(start, stop)
-        return param
-
-
-class _LocatedInV2(_LocatedParameters):
-    """The parameters of a Megatron-FSDP v2 model, without an index of meshes."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._layer_names = names = layer_names(model)
-        self._parameters = {names(n): param for n, param in sharded_parameters(model).items()}
-        self._elements = {}
-        for name, param in self._parameters.items():
-            row_size = math.prod(param.shape[1:])
-            start, stop = own_rows(param)
-            self._elements[name] = (start * row_size, stop * row_size)
+        values = param if self.state is None else self.state
+        row_size = values._local_tensor.shape[1:].numel()
+        start, stop = own_rows(param)
+        param.megatron_fsdp_slice = slice(start * row_size, stop * row_size)
+        if is_of_fsdp_v2(param):
             param.megatron_fsdp_dist_index = _MeshOfV2(param)
+        return param
 
 
 class _MeshOfV2:
@@ -171,7 +143,6 @@ class _MeshOfV2:
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``make_fsdp_dtensor`` of checkpoints: it assumes that all tensors are sharded."""
 
-    @functools.wraps(original)
     def make_fsdp_dtensor(
         local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
     ) -> DTensor:
@@ -196,13 +167,11 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
     Communication: see :func:`agree_on_step`.
     """
 
-    @functools.wraps(original)
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
-        """Return Adam's state, complete and with one step count."""
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
-        complete_state(self)
-        agree_on_step(self, current_device())
+        initialize_state(self)
+        agree_on_step(self)
         return original(self, False)
 
     return sharded_param_state_fsdp_dtensor

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves that leave the earlier checkpoint intact if they are interrupted."""
 
-import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,7 +13,8 @@ from typing import IO, Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
-from megatron_muon.checkpoint.reading import METADATA, TRACKER, CheckpointError, read_checkpoint
+from megatron_muon.checkpoint.folders import METADATA, TRACKER, CheckpointError
+from megatron_muon.checkpoint.reading import read_checkpoint
 
 
 def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,7 +25,6 @@ def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
     in torch by name, so it is replaced there while this function runs.
     """
 
-    @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         """Save through a writer that replaces the folder in one step."""
         # Not at the top: a patched source tree imports this module on the way to that one.
@@ -92,7 +91,6 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
 def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the lookup of ``maybe_msc.open``: Megatron writes its tracker by it."""
 
-    @functools.wraps(original)
     def __getattr__(self: Any, name: str) -> Any:
         attribute = original(self, name)
         return open_in_one_step if attribute is open else attribute
@@ -105,7 +103,7 @@ def open_in_one_step(
 ) -> IO[Any] | AbstractContextManager[IO[str]]:
     """Open a file like ``open``; a written tracker replaces the old one when it is closed.
 
-    Otherwise an interruption between opening and writing would leave an empty tracker.
+    An interruption between opening and writing would else leave an empty tracker.
     """
     if isinstance(path, str | os.PathLike) and mode == "w" and Path(path).name == TRACKER:
         return _replaced(Path(path))

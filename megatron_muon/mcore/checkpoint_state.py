@@ -11,7 +11,6 @@ Names are global: experts have their index in the model, and so have layers, tho
 counts from 0. Upstream's ``DistributedOptimizer`` writes the same layout, so its tools can read it.
 """
 
-import functools
 import logging
 import re
 from collections import defaultdict
@@ -28,7 +27,8 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_
 from megatron.core.utils import get_model_config, log_single_rank
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.fsdp_model import is_v2
+from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
+from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 
@@ -71,11 +71,16 @@ def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[st
     return {rename(name): value for name, value in by_name.items()}
 
 
-def _names_of_all_ranks(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
-    """Return the names of parameters, with the numbers of layers and experts in the model."""
+def names_in_checkpoints(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
+    """Return the names of parameters in checkpoints, the same for v1 and v2.
+
+    Layers and experts have their numbers in the whole model.
+    """
     num_experts = get_model_config(model_chunks[0]).num_moe_experts
+    # One wrapper is between a chunk of v2 and its model, where v1 has two.
+    prefix = "module." if is_v2(model_chunks[0]) else ""
     return {
-        param: name
+        param: prefix + name
         for chunk in model_chunks
         for name, param in handle_experts_in_state_dict(
             rename_layers(chunk, dict(chunk.named_parameters())), num_experts
@@ -89,28 +94,12 @@ def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
     Several chunks with layers are an error upstream, and states of two stages have one name.
     """
 
-    @functools.wraps(original)
     def _param_name(self: Any, param: torch.Tensor) -> str:
-        """Return the name of a parameter in the whole model."""
         if not hasattr(self, "param_to_name"):
-            # Otherwise as the original does.
-            self.param_to_name = _names_of_all_ranks(self.model_chunks)
+            self.param_to_name = names_in_checkpoints(self.model_chunks)
         return original(self, param)
 
     return _param_name
-
-
-def names_in_checkpoints(
-    children: Sequence[MegatronOptimizer], model_chunks: Sequence[Any]
-) -> dict[torch.Tensor, str]:
-    """Return the names of parameters in checkpoints, the same for v1 and v2."""
-    if is_v2(model_chunks[0]):
-        # One wrapper is between the chunk and the model, where v1 has two.
-        names = _names_of_all_ranks(model_chunks)
-        return {param: f"module.{name}" for param, name in names.items()}
-    return {
-        param: child._param_name(param) for child in children for param in child.get_parameters()
-    }
 
 
 def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
@@ -132,7 +121,7 @@ def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
     return weights
 
 
-def complete_state(child: MegatronOptimizer) -> None:
+def initialize_state(child: MegatronOptimizer) -> None:
     """Create all state of an optimizer, for every parameter on every rank, empty shards included.
 
     Saving runs one collective per tensor, and hangs if ranks hold different sets of tensors;
@@ -185,21 +174,20 @@ def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
             states["step"] += 1
 
 
-def agree_on_step(child: MegatronOptimizer, device: torch.device) -> None:
+def agree_on_step(child: MegatronOptimizer) -> None:
     """Set the lagging step counters of empty shards to the value of other ranks.
 
     Only upstream's Adam needs it: it does not call :func:`count_step_of_empty_shards`.
 
     Args:
         child: Optimizer that exists on every rank, and steps all its parameters together.
-        device: Device of the reduction.
 
     Communication: one all-reduce of a float64 over all ranks.
     """
     counters = [states["step"] for states in child.optimizer.state.values() if "step" in states]
     # The counters of empty shards lag behind: the maximum is right.
     highest = max((float(step) for step in counters), default=0.0)
-    agreed = torch.tensor(highest, dtype=torch.float64, device=device)
+    agreed = torch.tensor(highest, dtype=torch.float64, device=current_device())
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     for step in counters:
         step.fill_(agreed.item())
@@ -231,7 +219,6 @@ def raise_where_state_does_not_fit(
     children: Sequence[MegatronOptimizer],
     names: Mapping[torch.Tensor, str],
     state_dict: Mapping[str, Any],
-    device: torch.device,
 ) -> None:
     """Check on all ranks together that a state dict has the layout of :func:`pack` on this rank.
 
@@ -239,7 +226,6 @@ def raise_where_state_does_not_fit(
         children: Optimizers with complete state.
         names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``.
-        device: Device of the reduction of a flag.
 
     Raises:
         RuntimeError: On all ranks, naming rank and key, if a parameter or one of its states is
@@ -264,7 +250,7 @@ def raise_where_state_does_not_fit(
     raise_where_any_rank_fails(
         problems,
         None,
-        device,
+        current_device(),
         "Load the state of the same optimizer and model, resharded by torch.distributed.checkpoint "
         "if the ranks differ. Nothing was loaded.",
     )
@@ -281,11 +267,13 @@ def describe_differences(expected: Mapping[str, object], actual: Mapping[str, ob
     for key in sorted(expected.keys() | actual.keys()):
         if expected.get(key) != actual.get(key):
             parent, _, kind = key.rpartition(".")
-            for side, layouts in enumerate((expected, actual)):
-                texts[parent][side].extend([f"{kind} {layouts[key]}"] if key in layouts else [])
+            for text, layouts in zip(texts[parent], (expected, actual), strict=True):
+                if key in layouts:
+                    text.append(f"{kind} {layouts[key]}")
     return [
-        f"{parent}: expected {', '.join(needed) or 'nothing'}, got {', '.join(got) or 'nothing'}"
-        for parent, (needed, got) in texts.items()
+        f"{parent}: expected {', '.join(needed) or 'nothing'}, got "
+        f"{', '.join(present) or 'nothing'}"
+        for parent, (needed, present) in texts.items()
     ]
 
 
@@ -303,23 +291,22 @@ def unpack(
     children: Sequence[MegatronOptimizer],
     names: Mapping[torch.Tensor, str],
     state_dict: Mapping[str, Any],
-    *,
-    with_schedule: bool,
 ) -> None:
     """Fill the optimizers from a state dict that passed :func:`raise_where_state_does_not_fit`.
 
     Tensors are copied into the existing ones, unless they are the same: the tensors of
     :func:`pack`, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
-    change in training are loaded (learning rate, weight decay, step count). The others come from
-    the flags of this run; a warning names differences.
+    change in training are loaded (learning rate, weight decay, step count), and ``max_lr`` and
+    ``min_lr`` with ``--use-checkpoint-opt_param-scheduler``. The others come from the flags of this
+    run; a warning names differences.
 
     Args:
         children: Optimizers with complete state.
         names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``; not changed.
-        with_schedule: Load ``max_lr`` and ``min_lr`` too.
     """
-    loaded = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
+    schedule = ("max_lr", "min_lr") if takes_schedule_of_checkpoint() else ()
+    loaded = (*_MOVING_SETTINGS, *schedule)
     overridden: dict[str, str] = {}
     for child in children:
         for param, states in child.optimizer.state.items():

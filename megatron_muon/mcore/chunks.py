@@ -123,7 +123,7 @@ class ShardedChunkOfV2(ShardedChunk):
         # Modules hold other parameters while they compute.
         self._params = dict(named_optimizer_parameters([chunk]))
         self._groups = dict.fromkeys(place_of(param)[0] for param in self._params.values())
-        self._given: list[tuple[Any, DTensor]] = []
+        self._uncast_gradients: list[tuple[Any, DTensor]] = []
 
     def finish_gradients(self) -> list[str]:
         """Cast gradients to the dtype of main weights; return problems as sentences."""
@@ -138,15 +138,15 @@ class ShardedChunkOfV2(ShardedChunk):
                     f"{grad.placements}. Run the last microbatch of a step as the last one"
                 )
             if grad.dtype != param.dtype:
-                self._given.append((param, grad))
+                self._uncast_gradients.append((param, grad))
                 _set_gradient(param, grad.to(param.dtype))
         return problems
 
     def restore_gradients(self) -> None:
         """Restore the gradients that were replaced by a cast copy."""
-        for param, grad in self._given:
+        for param, grad in self._uncast_gradients:
             _set_gradient(param, grad)
-        self._given.clear()
+        self._uncast_gradients.clear()
 
     def install_weights(self) -> None:
         """Clip the main weights by QK-clip, if it is on, and update the compute weights."""

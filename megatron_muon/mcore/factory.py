@@ -4,7 +4,6 @@
 
 import copy
 import dataclasses
-import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -66,10 +65,10 @@ def build_megatron_fsdp_emerging_optimizer(
     """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
-    layer and whatever is not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
+    layer and tensors that are not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
 
     Args:
-        config: Optimizer configuration; the ``muon_*`` fields mean what they do under DDP.
+        config: Optimizer configuration; the ``muon_*`` fields have the same meaning as under DDP.
         model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.
@@ -122,10 +121,12 @@ def build_megatron_fsdp_emerging_optimizer(
     )
 
 
-def route(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
+def choose_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models.
 
-    @functools.wraps(original)
+    Under DDP upstream's function builds, with the splits and routes of the flags.
+    """
+
     def _get_megatron_emerging_optimizer(
         config: Any,
         model_chunks: list[Any],
@@ -262,7 +263,7 @@ class _ChildBuilder:
         return FSDPLion(param_groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
     def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> MegatronOptimizer:
-        # Of any optimizer of emerging-optimizers: it calls _init_group.
+        # The same for all optimizers of emerging-optimizers: it calls _init_group.
         init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
         chunks = self._model_chunks
         child: MegatronOptimizer

@@ -31,23 +31,11 @@ def adapter_module(version: int) -> str:
 
 
 def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether Megatron-FSDP shards a model; refuse one that v2 shards unwrapped.
-
-    Args:
-        model_chunks: Model chunks passed to ``get_megatron_optimizer``.
-
-    Raises:
-        TypeError: A chunk has parameters of Megatron-FSDP v2, without Megatron's wrapper.
-    """
-    for index, chunk in enumerate(model_chunks):
-        if is_v2(chunk) and not is_wrapped(chunk):
-            raise TypeError(
-                f"model_chunks[{index}]: expected a model that Megatron wraps, got a "
-                f"{type(chunk).__name__} that was passed to Megatron-FSDP v2. Use "
-                "--use-megatron-fsdp --megatron-fsdp-version 2, or megatron_muon.fsdp2.Muon."
-            )
+    """Return whether Megatron-FSDP shards a model, inside of Megatron's wrapper or not."""
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
-    return getattr(ddp_config, "use_megatron_fsdp", False) or any(map(is_wrapped, model_chunks))
+    return getattr(ddp_config, "use_megatron_fsdp", False) or any(
+        is_wrapped(chunk) or is_v2(chunk) for chunk in model_chunks
+    )
 
 
 def is_wrapped(chunk: torch.nn.Module) -> bool:
@@ -66,7 +54,8 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
         model_chunks: Model chunks passed to ``get_megatron_optimizer``.
 
     Raises:
-        TypeError: A chunk is not a ``FullyShardedDataParallel``.
+        TypeError: A chunk is not a ``FullyShardedDataParallel``, such as a model that a script
+            passed to Megatron-FSDP v2 itself.
         ValueError: A chunk has run a forward pass, so that its parameters are the raw ones; or it
             was wrapped before ``enable()``, and its gradients will be scaled wrongly.
     """
@@ -75,7 +64,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
             raise TypeError(
                 f"model_chunks[{index}]: expected megatron.core.distributed.fsdp."
                 f"mcore_fsdp_adapter.FullyShardedDataParallel, got {type(chunk).__name__}. "
-                "Wrap the model with --use-megatron-fsdp, or use Muon without Megatron-FSDP."
+                "Wrap the model with --use-megatron-fsdp, or use megatron_muon.fsdp2.Muon."
             )
         # After a forward pass the module holds raw parameters until gradients are reduced.
         for name, param in chunk.named_parameters():
@@ -182,7 +171,7 @@ def is_sharded_over_instances(chunk: FSDPModel) -> bool:
         return False
     if not is_v2(chunk):
         return bool(ddp_config.outer_dp_sharding_strategy != "no_shard")
-    # Their number does not tell: v2 may shard over all data-parallel ranks all the same.
+    # With several instances v2 may still shard over all data-parallel ranks.
     return all(
         placement.is_shard() for param in chunk.parameters() for placement in param.placements
     )

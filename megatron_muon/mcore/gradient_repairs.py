@@ -43,7 +43,6 @@ def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., 
     that :func:`scale_each_microbatch_once` gives.
     """
 
-    @functools.wraps(original)
     def _create_hfsdp_helper_buffer(
         dp_buffer: Any, inner_dp_group: Any, is_data_distributed: bool
     ) -> Any:
@@ -69,13 +68,15 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
     Source: NVIDIA/Megatron-LM issue 6660 and pull request 6773, which came after 0.19.2.
     """
 
-    @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
-        given = bound.arguments
-        strategy = given["ddp_config"].data_parallel_sharding_strategy
-        if "gradient_scaling_factor" in given and strategy in ("optim_grads", "optim_grads_params"):
-            given["is_data_distributed"] = True
+        values = bound.arguments
+        strategy = values["ddp_config"].data_parallel_sharding_strategy
+        if "gradient_scaling_factor" in values and strategy in (
+            "optim_grads",
+            "optim_grads_params",
+        ):
+            values["is_data_distributed"] = True
             setattr(self, _IS_GRADIENT_BUFFER, True)
         original(*bound.args, **bound.kwargs)
 
@@ -86,11 +87,10 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
     """Wrap ``_get_megatron_optimizer_based_on_param_groups``: the norm covers all shards.
 
     Upstream reduces it over one optimizer instance, which under HFSDP holds only some of the
-    shards: instances have different norms and clip differently. That of v2 is reduced over the
+    shards: instances have different norms and clip differently. v2 reduces the norm over the
     data-parallel ranks of one pipeline stage, and so stages differ.
     """
 
-    @functools.wraps(original)
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         model_chunks = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
@@ -120,7 +120,6 @@ def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
     mark on their parameters.
     """
 
-    @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for param in self.get_parameters():
@@ -142,7 +141,6 @@ def complete_backward_passes(original: Callable[..., None]) -> Callable[..., Non
     the end of a schedule with pipeline stages, the second one reduced nothing.
     """
 
-    @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         context = self.module.context
@@ -192,11 +190,9 @@ def overwrite_only_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     Source: NVIDIA/Megatron-LM pull request 6357, which came after 0.19.2.
     """
 
-    @functools.wraps(original)
     def all_gather_and_wait_parameters_ready(
         self: Any, params: Sequence[Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Gather parameters, then let gradients accumulate."""
         original(self, params, *args, **kwargs)
         # Unset after each call, as upstream marks in every forward and backward pass.
         if self.data_parallel_sharding_strategy == "optim":
@@ -212,7 +208,6 @@ def keep_mark_of_grouped_experts(original: Callable[..., Any]) -> Callable[..., 
     It runs after Megatron-FSDP's hooks, before Transformer Engine's fused operations.
     """
 
-    @functools.wraps(original)
     def _ensure_main_grad(linear_module: Any) -> None:
         marked = [
             (param, param.overwrite_main_grad)
@@ -241,9 +236,7 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     buffer = list(inspect.signature(original).parameters).index("grad_output_buffer")
 
-    @functools.wraps(original)
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any) -> Any:
-        """Fuse the accumulation only if its target may be overwritten."""
         # Five arguments come before the rest.
         is_deferred = rest[buffer - 5] is not None
         # Other wrappers than Megatron-FSDP initialize ``main_grad``.

@@ -41,7 +41,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         params: DTensor parameters or parameter groups, in the same order on all ranks.
         tensor_shards: Shard of every parameter on its tensor-parallel rank, with the boxes of
             ranks; see :func:`~megatron_muon.rows.parameters.tensor_shard_of`.
-        device: Where shards are; None for that of the parameters. A pipeline stage may have none.
+        device: Device of the shards; None for the parameters' own. A pipeline stage may have no
+            parameters.
         momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
             rounds once.
         offload_momentum: Whether momentum is in pinned CPU memory between steps.
@@ -56,7 +57,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Raises:
         ValueError: Unknown method, or weight decay in gradients whose norms namo averages.
 
-    What a step computes element by element runs over few long tensors: Megatron-FSDP keeps the
+    Elementwise operations of a step run over few long tensors: Megatron-FSDP keeps the
     weights and the gradients of a unit in one buffer each, and the momentum has the same order.
 
     Memory: one momentum element per local parameter element, all of a parameter group in one
@@ -130,7 +131,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
 
         It is whole over tensor parallelism in the modes that ask for it, and where tensor-parallel
-        ranks have copies, such as those of a router.
+        ranks have copies, such as a router.
         """
         shard = self.tensor_shards[param]
         if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
@@ -152,8 +153,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     def holder_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of the model with all ranks that hold a dense matrix, or an expert."""
         groups = self.pg_collection
-        found = (getattr(groups, name, None) for name in ("dp_cp", "expt_dp"))
-        return [group for group in found if group is not None]
+        optional = (getattr(groups, name, None) for name in ("dp_cp", "expt_dp"))
+        return [group for group in optional if group is not None]
 
     def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
@@ -180,13 +181,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             problems.append(in_flags(str(error)))
         for param in self._all_params():
             shard = self.tensor_shards[param]
-            if not isinstance(param, DTensor) or param.dtype != torch.float32:
-                problems.append(
-                    f"{shard.name}: expected a float32 DTensor, got {type(param).__name__} of "
-                    f"{param.dtype}. Wrap the model in Megatron-FSDP with fp32 main parameters "
-                    "(--megatron-fsdp-main-params-dtype fp32)"
-                )
-            elif tuple(param._local_tensor.shape) != shard.local_shape:
+            if tuple(param._local_tensor.shape) != shard.local_shape:
                 problems.append(
                     f"{shard.name}: expected a local shard of shape {shard.local_shape}, got "
                     f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
@@ -210,13 +205,13 @@ def build_muon_step(
     """Build the step of the Muon optimizers of a model; called by all ranks together.
 
     Args:
-        optimizers: Of experts, of dense matrices, or one for both; with equal settings.
+        optimizers: One for experts and one for dense matrices, or one for both; equal settings.
         exchange: Settings of the exchange; None for the defaults.
         gradients_stay: Whether gradients are in the same memory in every step.
 
     Raises:
         RuntimeError: On all ranks; see :class:`~megatron_muon.step.muon_step.MuonStep`. One has a
-            parameter without a layout, not a float32 DTensor, or of another local shape.
+            parameter without a layout, or of another local shape.
     """
     first, is_bf16 = optimizers[0], optimizers[0].fp32_matmul_prec == "medium"
     moments = first.second_moments
@@ -260,7 +255,7 @@ class TensorParallelMoments(SecondMoments):
 
     Args:
         muon: One of the optimizers, for groups and layouts that all of them share.
-        name: Of the method; None for no second moments.
+        name: Name of the method; None for no second moments.
         beta2: Decay rate.
         eps: Keeps the divisor from zero.
     """
@@ -282,8 +277,8 @@ class TensorParallelMoments(SecondMoments):
         if isinstance(self.method, Namo):
             values[self._key(KEY, param)] = numbers
             return
-        # Of q, k and v some may be wide and others tall: a parameter can have both states. Ranks
-        # with empty shards have them too, as a save needs equal keys on all ranks.
+        # Query blocks may be tall and key blocks wide: a parameter can have both states. Ranks with
+        # empty shards have them too, as a save needs equal keys on all ranks.
         blocks = moments.matrices[index].blocks
         num_rows = sum(rows for rows, cols in blocks if rows >= cols)
         if num_rows:
@@ -311,12 +306,12 @@ class TensorParallelMoments(SecondMoments):
 
     def collect(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Read the numbers of all rows from the state of their ranks."""
-        found: dict[Moments, torch.Tensor] = {}
+        collected: dict[Moments, torch.Tensor] = {}
         for moments, numbers, own in self._shared(state):
-            if moments not in found:
-                found[moments] = torch.zeros_like(moments.values)
-            found[moments][numbers] = own
-        for moments, values in found.items():
+            if moments not in collected:
+                collected[moments] = torch.zeros_like(moments.values)
+            collected[moments][numbers] = own
+        for moments, values in collected.items():
             # Ranks that hold the same rows have the same moments, which are not negative.
             moments.all_reduce(values, dist.ReduceOp.MAX)
 

@@ -44,7 +44,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
         "build Muon over row shards for Megatron-FSDP models; under DDP, honour flags for blocks",
-        factory.route,
+        factory.choose_builder,
         source_lines=(
             "config_overrides.update(default_param_overrides)",
             "if 'experts' in name and 'shared' not in name:",
@@ -58,7 +58,7 @@ PATCHES: tuple[Patch, ...] = (
         qk_clip.clip_before_install,
         source_lines=("model_chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
     ),
-    # The training loop imported the function by name: its copy has to be replaced as well.
+    # The training loop imported the function by name, so its own name is patched too.
     *(
         Patch(
             f"{module}:clip_qk",
@@ -216,7 +216,7 @@ PATCHES: tuple[Patch, ...] = (
         checkpoint_load.find_pretrained,
         source_lines=("load_dir = getattr(args, load_arg)",),
     ),
-    # The training loop imported the function by name: its copy has to be replaced as well.
+    # The training loop imported the function by name, so its own name is patched too.
     *(
         Patch(
             f"{module}:save_checkpoint",

@@ -72,8 +72,8 @@ def symbol_problems(symbol: str, source_lines: Sequence[str] = ()) -> list[str]:
         source_lines: As in :class:`Patch`.
     """
     try:
-        found = pkgutil.resolve_name(symbol)
-        lines = _lines(found) if source_lines else frozenset()
+        installed = pkgutil.resolve_name(symbol)
+        lines = _lines(installed) if source_lines else frozenset()
     except (ImportError, AttributeError) as error:
         return [f"{symbol}: expected it to exist, found {type(error).__name__}: {error}."]
     except (OSError, TypeError) as error:
@@ -87,13 +87,13 @@ def symbol_problems(symbol: str, source_lines: Sequence[str] = ()) -> list[str]:
 
 # Several patches read one module, and finding the end of a function takes milliseconds.
 @functools.cache
-def _source(found: Any) -> str:
-    return inspect.getsource(found)
+def _source(target: Any) -> str:
+    return inspect.getsource(target)
 
 
 @functools.cache
-def _lines(found: Any) -> frozenset[str]:
-    return frozenset(line.strip() for line in _source(found).splitlines())
+def _lines(target: Any) -> frozenset[str]:
+    return frozenset(line.strip() for line in _source(target).splitlines())
 
 
 def apply_all(patches: Sequence[Patch]) -> None:
@@ -101,8 +101,8 @@ def apply_all(patches: Sequence[Patch]) -> None:
     replacements = []
     for patch in patches:
         original = pkgutil.resolve_name(patch.symbol)
-        replacement = patch.wrap(original)
-        replacement.__wrapped__ = original
+        # Tracebacks, help() and inspect.signature show the original.
+        replacement = functools.update_wrapper(patch.wrap(original), original)
         setattr(replacement, _MARK, patch.symbol)
         replacements.append(replacement)
     # All or none: a wrap may raise.
@@ -117,14 +117,14 @@ def revert_all(patches: Sequence[Patch]) -> None:
         RuntimeError: A target is no longer our replacement; nothing was restored.
     """
     current = [pkgutil.resolve_name(patch.symbol) for patch in patches]
-    for patch, found in zip(patches, current, strict=True):
-        if getattr(found, _MARK, None) != patch.symbol:
+    for patch, replacement in zip(patches, current, strict=True):
+        if getattr(replacement, _MARK, None) != patch.symbol:
             raise RuntimeError(
-                f"{patch.symbol}: expected the replacement of megatron-muon, got {found!r}. "
+                f"{patch.symbol}: expected the replacement of megatron-muon, got {replacement!r}. "
                 "Undo the later change first; nothing was restored."
             )
-    for patch, found in zip(patches, current, strict=True):
-        _replace(patch, found.__wrapped__)
+    for patch, replacement in zip(patches, current, strict=True):
+        _replace(patch, replacement.__wrapped__)
 
 
 def _replace(patch: Patch, function: Any) -> None:

@@ -6,7 +6,6 @@ Without them no model with stages trains under Megatron-FSDP, with any optimizer
 """
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +33,12 @@ def mesh_of_stage(original: Callable[..., Any]) -> Callable[..., Any]:
     Communication: with stages one gather of objects over each group of data-parallel ranks.
     """
 
-    @functools.wraps(original)
     def mesh(*groups: Any, ep_size: int = 1) -> torch.Tensor:
         """Return the ranks of this stage, ``(dp_cp, tp)``, under HSDP ``(outer, dp_cp, tp)``."""
         num_ranks = ep_size
         for group in groups:
             num_ranks *= group.size()
+        # Without stages upstream's arithmetic is right, and needs no collective.
         if num_ranks == dist.get_world_size():
             return original(*groups, ep_size=ep_size)
         *outer, tp_group = groups
@@ -62,11 +61,10 @@ def check_within_stage(original: Callable[..., Any]) -> Callable[..., Any]:
     without tensor parallelism.
     """
 
-    @functools.wraps(original)
     def make_fsdp_dtensor(
         local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
     ) -> DTensor:
-        """Make a DTensor without a collective over all ranks of the job."""
+        # The mesh of a stage is smaller than the job.
         if dist_index.device_mesh.size() < dist.get_world_size():
             kwargs["run_check"] = False
         return original(local_tensor, param, dist_index=dist_index, **kwargs)
@@ -81,18 +79,18 @@ def size_without_units(original: Callable[..., Any]) -> Callable[..., Any]:
     optim_grads_params.
     """
 
-    @functools.wraps(original)
     def _init_fsdp_param_and_grad_buffer(self: Any) -> None:
-        """Build the buffers, with a size of communication that needs no units."""
         units, config = tuple(self.fsdp_unit_modules), self.ddp_config
         if config.suggested_communication_unit_size is not None or any(
             isinstance(module, units) for module in self.module.modules()
         ):
             return original(self)
+        # Upstream computes the size only if it is unset: with one there is nothing to divide.
         config.suggested_communication_unit_size = _LEAST_UNIT_SIZE
         try:
             original(self)
         finally:
+            # All chunks of a rank share the configuration, and another one may have units.
             config.suggested_communication_unit_size = None
 
     return _init_fsdp_param_and_grad_buffer
@@ -105,10 +103,9 @@ def free_views(original: Callable[..., Any]) -> Callable[..., Any]:
     tensors give it up.
     """
 
-    @functools.wraps(original)
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-        """Free the memory of an output that has been sent on, and keep its graph."""
         base = getattr(out, "_base", None)
+        # A view of another shape shares its base with other tensors: upstream's assertion stands.
         if deallocate_pipeline_outputs and base is not None and base.shape == out.shape:
             out.data = base.data = torch.empty((1,), device=out.device, dtype=out.dtype)
         else:
@@ -125,7 +122,6 @@ def sum_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     they hold other rows, or one of them none.
     """
 
-    @functools.wraps(original)
     def _allreduce_embedding_grad(
         model: list[Any],
         embd_group: Any,
@@ -134,7 +130,6 @@ def sum_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **kwargs: Any,
     ) -> None:
-        """Add the gradients of the copies of an embedding."""
         if model[0].ddp_config.use_megatron_fsdp:
             sum_tied_gradient(model, embd_group, pp_group, weight_getter)
         else:
@@ -158,6 +153,7 @@ def sum_tied_gradient(
         gradient over the embedding group.
     Memory: until it returns the gradient of the tensor-parallel rank's embedding, and its padding.
     """
+    # The group may be None, whose size upstream counts as 1. Middle stages are not in it.
     ranks = dist.get_process_group_ranks(embd_group) if get_pg_size(embd_group) > 1 else ()
     if dist.get_rank() not in ranks:
         return
@@ -165,7 +161,7 @@ def sum_tied_gradient(
     weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
     if weight is None or not weight.requires_grad:
         return
-    # A rank without rows has no gradient, and joins all the same.
+    # A rank without rows has no gradient, but takes part in the collectives.
     has_rows = weight.grad is not None
     grad = local_tensor(weight.grad if has_rows else weight.detach())
     whole = grad if has_rows else torch.zeros_like(grad)
@@ -173,6 +169,7 @@ def sum_tied_gradient(
     if group is not None:
         whole = all_gather_rows(whole, tensor_shard_rows(weight), group)
     dist.all_reduce(whole, group=embd_group)
+    # An unsharded gradient was reduced in place.
     if has_rows and group is not None:
         grad.copy_(whole[slice(*own_rows(weight))])
 
@@ -185,7 +182,6 @@ def accept_stages(original: Callable[..., None]) -> Callable[..., None]:
     Megatron turns bucketing off in all but the first one, which v2 refuses and does not have.
     """
 
-    @functools.wraps(original)
     def _validate_config(
         config: Any,
         ddp_config: Any,
@@ -193,12 +189,12 @@ def accept_stages(original: Callable[..., None]) -> Callable[..., None]:
         pg_collection: Any,
         disable_bucketing: bool,
     ) -> None:
-        """Check everything but the stages."""
         if config.pipeline_model_parallel_size > 1:
             # Upstream sees a model of this stage alone.
             config, pg_collection = copy.copy(config), copy.copy(pg_collection)
             config.pipeline_model_parallel_size, pg_collection.pp = 1, None
             if not any(isinstance(each, MoELayer) for each in module.modules()):
+                # A stage of dense layers alone has nothing to shard over expert-parallel ranks.
                 config.expert_model_parallel_size = 1
             disable_bucketing = False
         original(config, ddp_config, module, pg_collection, disable_bucketing)
@@ -212,9 +208,8 @@ def accept_chunks(original: Callable[..., None]) -> Callable[..., None]:
     The optimizer itself handles any number of model chunks.
     """
 
-    @functools.wraps(original)
     def _validate_config(config: Any, model_chunks: list[Any]) -> None:
-        """Check everything but the number of chunks."""
+        # The checks of a chunk hold for all: they have one configuration.
         original(config, model_chunks[:1])
 
     return _validate_config

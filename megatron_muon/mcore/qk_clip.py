@@ -8,7 +8,6 @@ between the step and the installation.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,6 @@ def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None
     by itself. A second call in a step finds no logits.
     """
 
-    @functools.wraps(original)
     def _copy_main_params_to_model_params(self: Any) -> None:
         if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
             for chunk in self.model_chunks:
@@ -69,10 +67,10 @@ def clip_row_shards(fsdp_module: Any) -> None:
         raise SettingsError("\n  ".join(["QK-clip under Megatron-FSDP:", *problems]))
     largest = 0.0
     params = sharded_parameters(fsdp_module)
-    for name, attention, logits, largest_of_layer in _reduced(fsdp_module):
-        largest = max(largest, largest_of_layer)
+    for name, attention, logits, layer_max in _reduced(fsdp_module):
+        largest = max(largest, layer_max)
         # Upstream reads from the device in every layer; here the host has read all layers at once.
-        if largest_of_layer > config.qk_clip_threshold:
+        if layer_max > config.qk_clip_threshold:
             attention.core_attention.current_max_attn_logits = logits
             _clip(name, attention, params)
         attention.core_attention.current_max_attn_logits = None
@@ -88,7 +86,6 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
     Communication: with ``log_max_only``, where nothing was clipped, see :func:`_reduced`.
     """
 
-    @functools.wraps(original)
     @torch.no_grad()
     def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
         """Return the largest logit; the step of a model that Megatron-FSDP wraps has clipped."""
@@ -97,9 +94,9 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
         largest = 0.0
         for module in map(sharded_module, model):
             if log_max_only:
-                for _, attention, _, largest_of_layer in _reduced(module):
+                for _, attention, _, layer_max in _reduced(module):
                     attention.core_attention.current_max_attn_logits = None
-                    largest = max(largest, largest_of_layer)
+                    largest = max(largest, layer_max)
             largest = max(largest, getattr(module, _MAX_LOGIT, 0.0))
             setattr(module, _MAX_LOGIT, 0.0)
         return largest
@@ -124,8 +121,8 @@ def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]
     flat = torch.cat(logits)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    by_layer = flat.split([of_layer.numel() for of_layer in logits])
-    largest = torch.stack([of_layer.max() for of_layer in by_layer]).tolist()
+    by_layer = flat.split([heads.numel() for heads in logits])
+    largest = torch.stack([heads.max() for heads in by_layer]).tolist()
     for (name, attention), heads, most in zip(attentions, by_layer, largest, strict=True):
         yield name, attention, heads, most
 

@@ -23,40 +23,39 @@ class Unsupported:
         is_requested: Returns True if settings ask for it.
         reason: Why it cannot work.
         instead: Advice.
-        found: Returns the value for the message; None if ``flag`` is enough.
+        actual: Returns the value for the message; None if ``flag`` is enough.
     """
 
     flag: str
     is_requested: Callable[[Settings], bool]
     reason: str
     instead: str
-    found: Callable[[Settings], str] | None = None
+    actual: Callable[[Settings], str] | None = None
 
     def sentence(self, settings: Settings) -> str:
         """Return flag, value, reason and advice as a sentence."""
-        given = f", got {self.found(settings)}" if self.found is not None else ""
-        return f"{self.flag}{given}: {self.reason}; {self.instead}."
+        actual = f", got {self.actual(settings)}" if self.actual is not None else ""
+        return f"{self.flag}{actual}: {self.reason}; {self.instead}."
 
 
 def _value_of(name: str) -> Callable[[Settings], str]:
-    """Return a ``found`` that is the value of one setting."""
+    """Return an ``actual`` that is the value of one setting."""
     return lambda settings: str(settings.get(name)).removeprefix("torch.")
 
 
-def _given_flags(*names: str) -> Callable[[Settings], str]:
-    """Return a ``found`` that spells those settings that were given as flags."""
+def _flags(*names: str) -> Callable[[Settings], str]:
+    """Return an ``actual`` that spells the flags on the command line."""
 
     def spelled(settings: Settings) -> str:
-        """Spell the flags that were given."""
-        given = []
+        requested = []
         for name in names:
-            found = settings.get(name)
-            # A flag without a value is False where it was not given; 0 may have been given.
-            if found is None or found is False:
+            value = settings.get(name)
+            # False is a flag that is absent; 0 may be a value.
+            if value is None or value is False:
                 continue
             flag = "--" + name.replace("_", "-")
-            given.append(flag if found is True else f"{flag} {_value_of(name)(settings)}")
-        return " ".join(given)
+            requested.append(flag if value is True else f"{flag} {_value_of(name)(settings)}")
+        return " ".join(requested)
 
     return spelled
 
@@ -77,9 +76,9 @@ def has_checkpoints(settings: Settings) -> bool:
 _STAGES = "pipeline_model_parallel_size"
 
 
-def has_stages(settings: Settings) -> bool:
-    """Return whether there are several pipeline stages."""
-    return (settings.get(_STAGES) or 1) > 1
+def _has_several(settings: Settings, name: str) -> bool:
+    # Configurations have fields that are None.
+    return (settings.get(name) or 1) > 1
 
 
 def _has_chunks(settings: Settings) -> bool:
@@ -95,11 +94,6 @@ def _has_chunks(settings: Settings) -> bool:
     return any(settings.get(key) is not None for key in keys)
 
 
-def _is_hsdp(settings: Settings) -> bool:
-    # None where a configuration has the field and nobody set it.
-    return (settings.get("num_distributed_optimizer_instances") or 1) > 1
-
-
 def _has_low_precision_main_params(settings: Settings) -> bool:
     dtype = str(settings.get("megatron_fsdp_main_params_dtype", "fp32")).removeprefix("torch.")
     # auto and None mean the dtype of the model.
@@ -111,24 +105,24 @@ def _has_low_precision_main_params(settings: Settings) -> bool:
 def _has_whole_graph(settings: Settings) -> bool:
     # Lists of names or enums. Megatron translates the older settings after this check.
     keys = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
-    given = [settings.get("cuda_graph_impl")]
-    for found in filter(None, map(settings.get, keys)):
-        given += found if isinstance(found, list) else str(found).split(",")
-    return "full_iteration" in [getattr(each, "name", each) for each in given]
+    requested = [settings.get("cuda_graph_impl")]
+    for value in filter(None, map(settings.get, keys)):
+        requested += value if isinstance(value, list) else str(value).split(",")
+    return "full_iteration" in [getattr(scope, "name", scope) for scope in requested]
 
 
-# Whatever the optimizer is: Adam's weights are clipped too.
+# Refused with any optimizer: Adam's weights are clipped too.
 QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "--qk-clip with tensor parallelism, but for multi-latent attention",
         lambda s: (
             bool(s.get("qk_clip"))
-            and (s.get("tensor_model_parallel_size") or 1) > 1
+            and _has_several(s, "tensor_model_parallel_size")
             and not s.get("multi_latent_attention")
         ),
         "upstream's clip divides the sizes of all ranks by the query groups of one, and fails",
         "use data parallelism alone, or --multi-latent-attention",
-        _given_flags("tensor_model_parallel_size"),
+        _flags("tensor_model_parallel_size"),
     ),
     Unsupported(
         "--qk-clip --attention-output-gate",
@@ -154,10 +148,10 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
 _STAGES_ROWS: tuple[Unsupported, ...] = (
     Unsupported(
         "checkpoints with several stages on a rank (interleaved schedules)",
-        lambda s: has_stages(s) and _has_chunks(s) and has_checkpoints(s),
+        lambda s: _has_several(s, _STAGES) and _has_chunks(s) and has_checkpoints(s),
         "Megatron-FSDP's checkpoints hold one chunk of layers per rank",
         "use one stage per rank, or train without checkpoints",
-        _given_flags(
+        _flags(
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
             "pipeline_model_parallel_layout",
@@ -166,10 +160,10 @@ _STAGES_ROWS: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "checkpoints of --mtp-num-layers with pipeline stages",
-        lambda s: has_stages(s) and bool(s.get("mtp_num_layers")) and has_checkpoints(s),
+        lambda s: _has_several(s, _STAGES) and bool(s.get("mtp_num_layers")) and has_checkpoints(s),
         "two stages save their copies of the embedding under one name",
         "drop --mtp-num-layers, or train without checkpoints",
-        _given_flags("mtp_num_layers", *CHECKPOINTS),
+        _flags("mtp_num_layers", *CHECKPOINTS),
     ),
     Unsupported(
         "--defer-embedding-wgrad-compute",
@@ -253,17 +247,20 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "GTP weight rematerialization",
-        lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
+        lambda s: _has_several(s, "gtp_weight_remat_size"),
         "it shards rows a second time, which Megatron-FSDP does not record",
         "drop it",
-        _given_flags("gtp_weight_remat_size"),
+        _flags("gtp_weight_remat_size"),
     ),
     Unsupported(
         "HSDP without --overlap-grad-reduce",
-        lambda s: _is_hsdp(s) and not s.get("overlap_grad_reduce"),
+        lambda s: (
+            _has_several(s, "num_distributed_optimizer_instances")
+            and not s.get("overlap_grad_reduce")
+        ),
         "Megatron-FSDP then never reduces gradients over the outer ranks, and the replicas drift",
         "add --overlap-grad-reduce",
-        _given_flags("num_distributed_optimizer_instances"),
+        _flags("num_distributed_optimizer_instances"),
     ),
     Unsupported(
         "--ddp-average-in-collective",
@@ -277,12 +274,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: (
             bool(s.get("mtp_use_repeated_layer") and s.get("gradient_accumulation_fusion"))
             # One prediction uses the layer once, and there is nothing to drop.
-            and (s.get("mtp_num_layers") or 0) > 1
+            and _has_several(s, "mtp_num_layers")
             and s.get("data_parallel_sharding_strategy") in ("optim_grads", "optim_grads_params")
         ),
         "Transformer Engine then keeps the gradient of one use of the layer, and drops the others",
         "add --no-gradient-accumulation-fusion",
-        _given_flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
+        _flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
     ),
     Unsupported(
         "--megatron-fsdp-main-params-dtype other than fp32",
@@ -295,12 +292,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "checkpoints of grouped experts with biases under expert parallelism",
         lambda s: (
             bool(s.get("moe_grouped_gemm") and s.get("add_bias_linear"))
-            and (s.get("expert_model_parallel_size") or 1) > 1
+            and _has_several(s, "expert_model_parallel_size")
             and has_checkpoints(s)
         ),
         "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",
         "add --disable-bias-linear",
-        _given_flags(
+        _flags(
             "moe_grouped_gemm",
             "expert_model_parallel_size",
             *CHECKPOINTS,

@@ -37,11 +37,11 @@ _TESTED_VERSIONS: dict[str, SpecifierSet] = {
     "emerging-optimizers": SpecifierSet(">=0.3.0,<=0.4.0"),
     "torch": SpecifierSet(">=2.9.1,<=2.15.0"),
 }
-# Those of requirements.lock, with which all tests run.
+# The versions of requirements.lock, with which all tests run.
 _INSTALL = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.15.0"}
 _REPAIRS = {
     # A source tree on the path hides what pip installs.
-    "megatron-core": "--no-deps {} einops; in a source tree: git checkout core_v0.19.0",
+    "megatron-core": "--no-deps {} einops, or check out that release in the source tree",
     "emerging-optimizers": "--no-deps {} absl-py",
     "torch": "{}",
 }

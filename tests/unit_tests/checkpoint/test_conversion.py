@@ -30,13 +30,10 @@ from helpers.toy_gpt import (
 )
 
 from megatron_muon.checkpoint.__main__ import main, replacing
-from megatron_muon.checkpoint.conversion import Conversion
-from megatron_muon.checkpoint.reading import (
-    TRACKER,
-    StoredCheckpoint,
-    find_problems,
-    read_checkpoint,
-)
+from megatron_muon.checkpoint.folders import TRACKER
+from megatron_muon.checkpoint.reading import StoredCheckpoint, read_checkpoint
+from megatron_muon.checkpoint.verification import find_problems
+from megatron_muon.checkpoint.writing import Conversion
 
 pytestmark = pytest.mark.ranks
 

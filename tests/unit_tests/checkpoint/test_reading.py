@@ -27,17 +27,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.reading import (
-    TRACKER,
-    CheckpointError,
-    _Inert,
-    _Unpickler,
-    find_checkpoint,
-    find_misfits,
-    find_problems,
-    is_tiled,
-    read_checkpoint,
-)
+from megatron_muon.checkpoint.folders import TRACKER, CheckpointError, find_checkpoint
+from megatron_muon.checkpoint.reading import _Inert, _Unpickler, read_checkpoint
+from megatron_muon.checkpoint.verification import find_misfits, find_problems, is_tiled
 
 
 class _Harmful:

@@ -359,7 +359,7 @@ def test_model_of_another_type_is_refused_whatever_methods_it_has():
 
 def test_megatron_fsdp_v2_is_refused_without_a_wrapper():
     """A model that a script passed to v2 itself, without Megatron's wrapper and its flags."""
-    assert "got a Sequential that was passed to Megatron-FSDP v2" in refusals()[-2]
+    assert "FullyShardedDataParallel, got Sequential" in refusals()[-2]
 
 
 def test_optimizer_is_built_before_the_first_forward():

@@ -103,13 +103,7 @@ def _align(is_refused: bool) -> None:
     """Let Megatron align gradients of stages, as it does by default."""
     from megatron_muon.mcore import arguments, chained_optimizer
 
-    original = arguments.check
-
-    def check_and_align(args: Any) -> None:
-        original(args)
-        args.align_grad_reduce = True
-
-    arguments.check = check_and_align
+    arguments.adapt_arguments = lambda args: None
     if not is_refused:
         chained_optimizer.alignment_problems = lambda config: []
 
