@@ -38,8 +38,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from counting import Launches, count_launches, replace_arithmetic
 from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
-from step_cost import Launches, count_launches, replace_arithmetic
 
 
 class Job(NamedTuple):

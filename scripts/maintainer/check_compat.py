@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run releases together, each combination of ``CASES`` in a temporary environment.
 
-    .venv/bin/python scripts/check_compat.py                  # all cases, a few minutes
-    .venv/bin/python scripts/check_compat.py --only 0.19.0    # rows whose versions contain the text
-    .venv/bin/python scripts/check_compat.py --here           # the environment it runs in
-    .venv/bin/python scripts/check_compat.py --megatron DIR   # that, with a Megatron-LM checkout
+    .venv/bin/python scripts/maintainer/check_compat.py    # all cases, a few minutes
 
-Below the row of an environment are the repairs that its megatron-core does not need. The exit
-status is 1 if a result differs from the accepted ranges of versions. A checkout needs pybind11,
-make and g++ for Megatron's dataset helpers.
+``--only 0.19.0`` selects rows whose versions contain the text, ``--here`` checks the environment
+that runs the script, and ``--megatron DIR`` that with a checkout of Megatron-LM, which needs
+pybind11, make and g++. Below the row of an environment are the repairs that its megatron-core does
+not need. The exit status is 1 if a result differs from the accepted ranges of versions.
 """
 
 import argparse
@@ -23,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpt_flags import FSDP, MUON, SMALL_GPT  # noqa: E402
 from launched_run import TrainingLog  # noqa: E402

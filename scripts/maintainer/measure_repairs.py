@@ -5,7 +5,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit_tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "unit_tests"))
 
 from helpers.repairs import REPAIRS
 

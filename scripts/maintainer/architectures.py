@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Muon gets of 40 architectures of transformers: the table in docs/architectures.md.
 
-    python scripts/architectures.py              # from the record in tests/
-    python scripts/architectures.py --record     # from transformers, on meta devices
+    python scripts/maintainer/architectures.py              # from the record in tests/
+    python scripts/maintainer/architectures.py --record     # from transformers, on meta devices
 
 The record has names, shapes, classes and what modules say of themselves, so that continuous
 integration applies the rule to them without transformers. It holds one layer of each kind.
@@ -20,7 +20,7 @@ import torch
 
 from megatron_muon.fsdp2.groups import choose
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/unit_tests/repository/architectures.json"
 PAGE = ROOT / "docs/architectures.md"
 # transformers' model types, and what their first layers need to be of each kind.
@@ -153,9 +153,9 @@ _INTRODUCTION = """# Parameters of Muon by architecture
 
 Chosen by `MuonAdamW.from_model` with its defaults, by the rules of
 [fsdp2.md](fsdp2.md#which-parameters-muon-gets): one layer per kind of {} architectures of
-transformers 5.24. `python scripts/architectures.py` writes the page. AdamW also steps all
-embeddings, heads, biases and vectors, which are left out. Brackets have the number of matrices in
-a parameter, or their outputs; T marks weights stored as (inputs, outputs), italics a warning.
+transformers 5.24. AdamW also steps embeddings, heads, biases and vectors, which are left out.
+Brackets have the number of matrices in a parameter, or their outputs; T marks weights stored as
+(inputs, outputs), italics a warning. `python scripts/maintainer/architectures.py` writes the page.
 """
 
 
