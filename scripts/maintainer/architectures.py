@@ -151,25 +151,37 @@ def choices(recorded: dict[str, Any]) -> dict[str, str]:
 _USUAL = ("embedding", "head", "output layer", "bias")
 _INTRODUCTION = """# Parameters of Muon by architecture
 
-Chosen by `MuonAdamW.from_model` with its defaults, by the rules of
-[fsdp2.md](fsdp2.md#which-parameters-muon-gets): one layer per kind of {} architectures of
-transformers 5.24. AdamW also steps embeddings, heads, biases and vectors, which are left out.
-Brackets have the number of matrices in a parameter, or their outputs; T marks weights stored as
-(inputs, outputs), italics a warning. `python scripts/maintainer/architectures.py` writes the page.
+`MuonAdamW.from_model` with its defaults, by the rules of
+[fsdp2.md](fsdp2.md#which-parameters-muon-gets), for {} architectures of transformers 5.24 (one
+layer of each kind). Muon gets every projection and expert, and AdamW embeddings, heads, biases
+and vectors. The table has the exceptions. Brackets have the number of matrices in a parameter, or
+their outputs; T marks weights stored as (inputs, outputs), italics a warning.
+`python scripts/maintainer/architectures.py` writes the page.
+
+No exceptions: {}.
 """
 
 
 def page(records: dict[str, Any]) -> str:
-    """Return the page with a row for each architecture."""
-    lines = [_INTRODUCTION.format(len(records)), "| model | Muon | AdamW |", "| --- | --- | --- |"]
+    """Return the page with a row for architectures that have the same exceptions."""
+    models: dict[str, list[str]] = {}
     for model_type, recorded in records.items():
         cells: dict[str, dict[str, None]] = {"muon": {}, "adamw": {}}
         for kind, _, name, *_ in recorded["params"]:
             algorithm, _, reason = kind.partition(": ")
             algorithm, _, layout = algorithm.partition(", ")
-            if algorithm == "muon" or reason not in _USUAL:
+            is_usual = not layout if algorithm == "muon" else reason in _USUAL
+            if not is_usual or reason.endswith("(warned)"):
                 cells[algorithm][_cell(name, layout, reason)] = None
-        lines.append(f"| {model_type} | " + " | ".join(", ".join(c) for c in cells.values()) + " |")
+        row = " | ".join(", ".join(cell) for cell in cells.values())
+        models.setdefault(row, []).append(model_type)
+    plain = ", ".join(models.pop(" | ", []))
+    lines = [
+        _INTRODUCTION.format(len(records), plain),
+        "| model | Muon | AdamW |",
+        "| --- " * 3 + "|",
+    ]
+    lines += [f"| {', '.join(names)} | {row} |" for row, names in models.items()]
     return "\n".join([*lines, "", "Read next: [trainers.md](trainers.md).", ""])
 
 
