@@ -14,6 +14,7 @@ import argparse
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,31 +173,15 @@ CHECKS: dict[str, Callable[[Environment], None]] = {
 }
 
 
-def find_uv() -> list[str]:
-    """Find a uv that runs, as ``scripts/environment.sh`` does.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    for candidate in (["uv"], [str(ROOT / ".uv/bin/uv")], [sys.executable, "-m", "uv"]):
-        try:
-            subprocess.run([*candidate, "--version"], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        return candidate
-    raise FileNotFoundError(
-        "uv: expected it on PATH or in .uv/bin, got neither. Run bash scripts/test.sh once, which "
-        "installs it, or install uv."
-    )
-
-
 def build_environment(case: Sequence[str], folder: Path) -> Environment:
     """Install the packages of a case and this checkout into a new virtual environment.
 
     Raises:
         subprocess.CalledProcessError: An installation failed; its output says why.
     """
-    uv, python = find_uv(), folder / "venv" / "bin" / "python"
+    # Where scripts/environment.sh installs it, if it is not on PATH.
+    uv = [shutil.which("uv") or str(ROOT / ".uv/bin/uv")]
+    python = folder / "venv" / "bin" / "python"
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
     pins = [f"{name}=={v}" for name, v in zip(versions.ACCEPTED_VERSIONS, case, strict=True)]
