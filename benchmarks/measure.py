@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -152,28 +151,3 @@ def step_seconds(step: Callable[[], Any]) -> float:
     step()
     synchronize()
     return slowest(time.perf_counter() - start)
-
-
-def host_seconds(step: Callable[[], Any]) -> float:
-    """Time until a step returns, while its GPU may still compute; of the slowest rank."""
-    dist.barrier()
-    synchronize()
-    start = time.perf_counter()
-    step()
-    seconds = time.perf_counter() - start
-    synchronize()
-    return slowest(seconds)
-
-
-def num_kernels(step: Callable[[], Any]) -> int:
-    """Count what a step launches on this rank's GPU, copies and fills of memory included."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        step()
-        synchronize()
-    # Ranges such as the optimizer's, and those of NCCL, are shown beside what runs in them.
-    return sum(
-        event.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
-        and not event.name.startswith(("Optimizer.", "ProfilerStep", "nccl:"))
-        for event in profiled.events()
-    )
