@@ -14,16 +14,16 @@ Every peer has the same parameters, sharded by ``fully_shard``, and the same gra
     experts        one axis; batches of matrices, of which ranks have different numbers
     whole experts  the same, two matrices of each batch on every rank
     tiny           one axis; 600 matrices of 16 x 16 (4 layers of hidden 128)
-    small          one axis; 150 each of 64 x 64 and 64 x 128
+    small          one axis; 150 of 64 x 64, and 150 of 64 x 128
     HSDP           two replicas of n / 2 shards, shapes of even
     TP x FSDP      two tensor-parallel ranks of n / 2 shards, shapes of even
 
 First each peer steps each layout alone, in ranks of its own: that counts collectives and bytes. If
 it raises, or ends a rank, its row is the first error. Then all others are timed in turn, one step
-each, so that other work on the machine disturbs all of them alike. Times are of the slowest rank,
+each, so that other work on the machine disturbs all peers equally. Times are of the slowest rank,
 medians over the rounds.
 
-Bytes and calls are those of all collectives that reach torch's dispatcher, DTensor's among them. An
+Bytes and calls are of all collectives that reach torch's dispatcher, DTensor's included. An
 all-reduce counts as a ring. "Update" is how far the first update is from that of megatron_muon with
 fp32 messages, relative to its norm, for the worst parameter: bf16 Newton-Schulz with other
 rounding is off by up to 0.05.

@@ -5,16 +5,15 @@
     .venv/bin/python benchmarks/host_time.py
 
 One process is one rank of the job. Its process groups are torch's "fake" ones, which send nothing.
-Two parts of a step are timed apart:
+Two parts of a step have times of their own:
 
 - **the engine**, with the plan of the real model: rows have the real shapes, and memory that is
   never touched. The code goes the way of a GPU. The rank is the one that holds the most matrices;
 - **everything else of our step**, from ``FSDPMuonChainedOptimizer.step``: a Megatron-FSDP model
   with as many layers, experts and ranks, whose matrices are scaled down. The engine is left out.
   ``torch.optim.AdamW(foreach=True)`` steps the same rows as plain tensors, after
-  ``clip_grad_norm_(foreach=True)``, which our step does too. Two functions of
-  Megatron-FSDP, which run around a step of Adam too, are timed apart, with the mode that makes CPU
-  ranks.
+  ``clip_grad_norm_(foreach=True)``, which our step does too. Two functions of Megatron-FSDP that
+  run around any step have times of their own, with the mode that makes CPU ranks.
 
 What would be launched on a GPU is replaced by a function that does nothing, once everything is
 built: element-wise functions of ``torch``, ``_foreach_`` functions, Newton-Schulz, and the kernels

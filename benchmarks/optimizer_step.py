@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 scripts/cpu_ranks benchmarks/optimizer_step.py --hidden 512
 
 Every peer has the same matrices, sharded as Megatron-FSDP shards them. The peers are timed in turn,
-one step each, so that other work on the machine disturbs all of them alike. Times are of the
+one step each, so that other work on the machine disturbs all peers equally. Times are of the
 slowest rank, medians over the rounds. For peers that leave parameters sharded, ``+ params`` adds an
 all-gather of fp32 parameters, which Megatron-FSDP does in the next forward pass.
 """

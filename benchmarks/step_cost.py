@@ -15,7 +15,7 @@ after it.
 
 A CPU goes a GPU's way in four places: the kernel that moves rows runs in Triton's interpreter (a
 launch counts as an operation), norms come from one fused call for a list, gradients are clipped as
-with Transformer Engine, and owners and stacks are those of the cost model's GPU.
+with Transformer Engine, and the cost model's GPU decides owners and stacks.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def build_optimizer(model: Any) -> Any:
     clip_as_with_transformer_engine()
     # CPU ranks orthogonalize one matrix at once.
     local_rows.batch_size = len
-    # Named, so that they replace those of CPU ranks. The other two are the run's.
+    # Named rates replace the rates of CPU ranks; the run sets the others.
     others = ("num_ns_steps", "backends", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
     cost_model = ",".join(f"{name}={value}" for name, value in rates.items())

@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--max-megabytes", type=float, default=8, help="text to take at most (default: 8)")
     add("--iterations", type=int, default=60, help="of each run (default: 60)")
     add("--optimizers", nargs="+", default=["muon", "adam"], choices=list(LEARNING_RATES))
-    add("--learning-rates", type=float, nargs="+", help="one for each of --optimizers, in order")
+    add("--learning-rates", type=float, nargs="+", help="in the order of --optimizers")
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
     add(
         "--sharding",
@@ -105,7 +105,7 @@ def prepare_data(options: argparse.Namespace) -> Path:
 def megatron_flags(
     options: argparse.Namespace, data_prefix: Path, optimizer: str, learning_rate: float
 ) -> list[str]:
-    """Return the flags of a run; those of the optimizer itself are the last."""
+    """Return the flags of a run, the optimizer's flags last."""
     run = (
         f"--train-iters {options.iterations} --seed 1234"
         f" --micro-batch-size {GLOBAL_BATCH_SIZE // options.ranks}"

@@ -99,7 +99,7 @@ def _base(module: torch.nn.Module) -> str:
 
 
 def _says(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers and flags of a module, and those of its configuration."""
+    """Return the numbers and flags of a module and of its configuration."""
     config = getattr(module, "config", None)
     says: dict[str, Any] = {
         key: value

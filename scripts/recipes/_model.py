@@ -4,7 +4,7 @@
 
 A recipe trains ``STEPS`` steps and saves after ``SAVED_AT`` of them, in the way of its trainer.
 Then it builds everything anew with other weights, loads, and trains the last steps again: their
-losses have to be those of the first run, to the bit.
+losses must have the bits of the first run.
 """
 
 import argparse
