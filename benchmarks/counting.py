@@ -64,7 +64,7 @@ class OperationCounter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Count an operation on plain tensors; leave DTensor's to DTensor, which makes them."""
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -115,7 +115,7 @@ def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
 def _is_view(func: Any) -> bool:
     """Return whether what comes back shares memory with an argument, and nothing is written."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
-    returned = [each.alias_info is not None for each in func._schema.returns]
+    returned = [value.alias_info is not None for value in func._schema.returns]
     is_written = any(alias is not None and alias.is_write for alias in aliases)
     return any(returned) and not is_written
 
@@ -139,7 +139,7 @@ def _bytes_moved(
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class _ReadsPastDispatcher(TorchFunctionMode):
             pass  # it is there already
         elif func in (torch.tensor, torch.as_tensor):
             # One after the other: each is an item() of its own.
-            found = sum(isinstance(each, torch.Tensor) for each in tree_leaves(args))
+            found = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args))
             # Numbers are copied from pageable memory, for which the host waits as well.
             is_copy = isinstance(kwargs.get("device"), torch.device)
             self._reads[f"torch.{name}"] += found or is_copy

@@ -222,10 +222,10 @@ class Stepped:
         """Step, and return what has changed on this rank."""
         # Their own memory: no operations of DTensor.
         locals_: list[Any] = [param.detach() for param in self.params]
-        before = [each.to_local().clone() for each in locals_]
+        before = [local.to_local().clone() for local in locals_]
         self.set_gradients()
         self.optimizer.step()
-        return [each.to_local() - old for each, old in zip(locals_, before, strict=True)]
+        return [new.to_local() - old for new, old in zip(locals_, before, strict=True)]
 
 
 def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -342,14 +342,14 @@ def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any
         if error is not None:
             rows[peer] = {"error": error}
             continue
-        sent = [Counter(each["bytes_by_collective"]) for each in found]
+        sent = [Counter(counts["bytes_by_collective"]) for counts in found]
         rows[peer] = {
-            "calls": max(each["calls"] for each in found),
-            "bytes_a_rank": max(each.total() for each in sent),
+            "calls": max(counts["calls"] for counts in found),
+            "bytes_a_rank": max(kinds.total() for kinds in sent),
             "bytes_by_collective": dict(sum(sent, Counter())),
         }
         if "plan_bytes" in found[0]:
-            rows[peer]["plan_bytes"] = sum(each["plan_bytes"] for each in found)
+            rows[peer]["plan_bytes"] = sum(counts["plan_bytes"] for counts in found)
     able = {peer: row for peer, row in rows.items() if "error" not in row}
     for peer in (OURS, OURS_FP32, "AdamW"):
         # All others are held against them.

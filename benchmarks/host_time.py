@@ -137,7 +137,7 @@ def engine_figures(job: Job) -> dict[str, float]:
     held = Counter(
         rank for plan in planned for matrix in plan.matrices for rank in matrix.elements_by_rank
     )
-    rank = max(held, key=lambda each: held[each])
+    rank = max(held, key=lambda holder: held[holder])
     plans = [plan for plan in planned if rank in plan.ranks]
     device = torch.device("cpu")
     norms_as_on_a_gpu()
@@ -153,8 +153,8 @@ def engine_figures(job: Job) -> dict[str, float]:
                     shape = (matrix.elements_by_rank[rank] // cols, cols)
                     handles[index] = (number, index)
                     rows[number, index] = torch.empty(shape, device=device)
-            owners = {each for each in plan.sets_of_owners if rank in each}
-            groups = {each: dist.new_group(list(each)) for each in sorted(owners)}
+            owners = {ranks for ranks in plan.sets_of_owners if rank in ranks}
+            groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(owners)}
             bound.append(BoundPlan(plan, handles, dist.new_group(plan.ranks), None, groups))
         settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.5, 1.0))
         schedule = RankSchedule.build(plans, rank)
@@ -223,9 +223,9 @@ class NoEngine:
         self.plans: list[Any] = []
         self.moments: list[Any] = []
         self.handles = [
-            RowIndex(each.param, None, slice(None), slice(None))
-            for each in parameters
-            if each.param._local_tensor.numel()
+            RowIndex(parameter.param, None, slice(None), slice(None))
+            for parameter in parameters
+            if parameter.param._local_tensor.numel()
         ]
 
     def reserve(self, others: Any = None) -> list[str]:

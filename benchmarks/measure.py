@@ -86,7 +86,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a collective on plain tensors; DTensor comes here again with its local ones."""
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented
         names = [argument.name for argument in func._schema.arguments]
         # Whatever names a group is a collective, in any namespace; wait_tensor names none.
@@ -105,8 +105,8 @@ def _bytes_sent(kind: str, given: Mapping[str, Any]) -> float:
     else:
         group = dist.ProcessGroup.unbox(given["process_group"])
     sources = ("input", "inputs", "input_tensor", "input_tensors", "tensors")
-    tensors = [each for name in sources for each in tree_leaves(given.get(name))]
-    num_bytes = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+    tensors = [tensor for name in sources for tensor in tree_leaves(given.get(name))]
+    num_bytes = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
     rank, size = group.rank(), group.size()
     if kind.startswith("allgather"):
         return num_bytes * (size - 1)

@@ -47,7 +47,7 @@ def build(model_type: str, changes: dict[str, Any]) -> torch.nn.Module:
     import transformers  # type: ignore[import-not-found, unused-ignore]
 
     config = transformers.AutoConfig.for_model(model_type)
-    parts = [each for each in vars(config).values() if hasattr(each, "to_dict")]
+    parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]
     for part in (config, *parts):
         for name in (*_LAYERS, *changes):
             if isinstance(getattr(part, name, None), int):
@@ -85,8 +85,8 @@ def record(model: torch.nn.Module) -> dict[str, Any]:
     params: list[Any] = [["", shapes[key], *of_param] for key, of_param in names.items()]
     found: dict[str, Any] = {"modules": modules, "params": params}
     kinds = choices(found)
-    for each in params:
-        each[0] = kinds[each[2]]
+    for entry in params:
+        entry[0] = kinds[entry[2]]
     return found
 
 
@@ -144,7 +144,8 @@ def rebuild(recorded: dict[str, Any]) -> torch.nn.Module:
 def choices(recorded: dict[str, Any]) -> dict[str, str]:
     """Return algorithm, layout and reason of each recorded parameter."""
     return {
-        each.name: each.kind + " (warned)" * each.is_unclear for each in choose(rebuild(recorded))
+        param.name: param.kind + " (warned)" * param.is_unclear
+        for param in choose(rebuild(recorded))
     }
 
 
