@@ -14,16 +14,16 @@ Every peer has the same parameters, sharded by ``fully_shard``, and the same gra
     experts        one axis; batches of matrices, of which ranks have different numbers
     whole experts  the same, two matrices of each batch on every rank
     tiny           one axis; 600 matrices of 16 x 16 (4 layers of hidden 128)
-    small          one axis; 150 each of 64 x 64 and 64 x 128
+    small          one axis; 150 of 64 x 64, and 150 of 64 x 128
     HSDP           two replicas of n / 2 shards, shapes of even
     TP x FSDP      two tensor-parallel ranks of n / 2 shards, shapes of even
 
 First each peer steps each layout alone, in ranks of its own: that counts collectives and bytes. If
 it raises, or ends a rank, its row is the first error. Then all others are timed in turn, one step
-each, so that other work on the machine disturbs all of them alike. Times are of the slowest rank,
+each, so that other work on the machine disturbs all peers equally. Times are of the slowest rank,
 medians over the rounds.
 
-Bytes and calls are those of all collectives that reach torch's dispatcher, DTensor's among them. An
+Bytes and calls are of all collectives that reach torch's dispatcher, DTensor's included. An
 all-reduce counts as a ring. "Update" is how far the first update is from that of megatron_muon with
 fp32 messages, relative to its norm, for the worst parameter: bf16 Newton-Schulz with other
 rounding is off by up to 0.05.
@@ -38,9 +38,9 @@ import datetime
 import importlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -56,14 +56,17 @@ from measure import CollectiveCounter, step_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.95, 0.1
 OURS, OURS_FP32 = "megatron_muon", "megatron_muon, fp32 messages"
 # Modules of the peers that may not be installed.
 PACKAGES = {"dion": "dion", "DistMuon": "torchtitan.distributed.flex_shard.dist_muon"}
 LAYOUTS = "even", "remainders", "experts", "whole experts", "tiny", "small", "HSDP", "TP x FSDP"
-# How long the other ranks may go on when one has failed: they usually lose a connection.
-GRACE_S = 5.0
 Shapes = Sequence[tuple[int, ...]]
 Params = list[torch.nn.Parameter]
 Builder = Callable[[Params], torch.optim.Optimizer]
@@ -219,10 +222,10 @@ class Stepped:
         """Step, and return what has changed on this rank."""
         # Their own memory: no operations of DTensor.
         locals_: list[Any] = [param.detach() for param in self.params]
-        before = [each.to_local().clone() for each in locals_]
+        before = [local.to_local().clone() for local in locals_]
         self.set_gradients()
         self.optimizer.step()
-        return [each.to_local() - old for each, old in zip(locals_, before, strict=True)]
+        return [new.to_local() - old for new, old in zip(locals_, before, strict=True)]
 
 
 def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -269,7 +272,7 @@ def _difference(update: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -
 
 
 def _run_rank(rank: int, folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Run a function on a rank, and leave its result or its error in a file."""
+    """Run a function on a rank, and leave its result in a file."""
     torch.set_num_threads(1)
     options = args[-1]
     if options.device == "cuda":
@@ -279,22 +282,16 @@ def _run_rank(rank: int, folder: Path, function: Callable[..., Any], args: Seque
 
     if not bf16_products.has_bf16_instructions():
         _kernels = bf16_products.install()  # they are restored when it is collected
-    try:
-        dist.init_process_group(
-            "nccl" if options.device == "cuda" else "gloo",
-            store=dist.FileStore(str(folder / "store")),
-            rank=rank,
-            world_size=options.ranks,
-            timeout=datetime.timedelta(seconds=options.timeout),
-        )
-        found = {"result": function(*args)}
-        dist.barrier()
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        found = {"error": f"{type(error).__name__}: {lines[0]}", "time": time.monotonic()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    # Not destroyed: other ranks may be gone.
-    os._exit("error" in found)
+    dist.init_process_group(
+        "nccl" if options.device == "cuda" else "gloo",
+        store=dist.FileStore(str(folder / "store")),
+        rank=rank,
+        world_size=options.ranks,
+        timeout=datetime.timedelta(seconds=options.timeout),
+    )
+    result = function(*args)
+    dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
 def run_ranks(
@@ -308,34 +305,30 @@ def run_ranks(
         limit_s: Seconds after which ranks are ended.
 
     Returns:
-        Results by rank, and the error of the rank that failed first; None where all went well.
+        Results by rank, and the error of the first rank that failed; None where all went well.
     """
-    process_of = multiprocessing.get_context("fork").Process
+    deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = [
-            process_of(target=_run_rank, args=(rank, folder, function, args))
-            for rank in range(args[-1].ranks)
-        ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + limit_s
-        while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-            time.sleep(0.01)
-            if any(process.exitcode for process in ranks):
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-        for process in ranks:
-            process.kill()
-            process.join()
-        files = [folder / f"{rank}.json" for rank, _ in enumerate(ranks)]
-        found = [json.loads(file.read_text()) for file in files if file.exists()]
-    # Others raise because a connection is lost.
-    errors = [each for each in found if "error" in each]
-    if errors:
-        return [], min(errors, key=lambda each: each["time"])["error"]
-    if len(found) < len(ranks):
-        return [], f"exit codes {[process.exitcode for process in ranks]}"
-    return [each["result"] for each in found], None
+        ranks = start_processes(
+            _run_rank,
+            (folder, function, args),
+            nprocs=args[-1].ranks,
+            join=False,
+            start_method="fork",
+        )
+        try:
+            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    for process in ranks.processes:
+                        process.kill()
+        except ProcessRaisedException as error:
+            # Of the traceback, which begins with other lines.
+            return [], re.findall(r"^[\w.]+(?:: .*)?$", str(error), re.MULTILINE)[-1]
+        except ProcessExitedException as error:
+            return [], str(error)
+        files = [folder / f"{rank}.json" for rank in range(args[-1].ranks)]
+        return [json.loads(file.read_text()) for file in files], None
 
 
 def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -349,14 +342,14 @@ def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any
         if error is not None:
             rows[peer] = {"error": error}
             continue
-        sent = [Counter(each["bytes_by_collective"]) for each in found]
+        sent = [Counter(counts["bytes_by_collective"]) for counts in found]
         rows[peer] = {
-            "calls": max(each["calls"] for each in found),
-            "bytes_a_rank": max(each.total() for each in sent),
+            "calls": max(counts["calls"] for counts in found),
+            "bytes_a_rank": max(kinds.total() for kinds in sent),
             "bytes_by_collective": dict(sum(sent, Counter())),
         }
         if "plan_bytes" in found[0]:
-            rows[peer]["plan_bytes"] = sum(each["plan_bytes"] for each in found)
+            rows[peer]["plan_bytes"] = sum(counts["plan_bytes"] for counts in found)
     able = {peer: row for peer, row in rows.items() if "error" not in row}
     for peer in (OURS, OURS_FP32, "AdamW"):
         # All others are held against them.

@@ -76,7 +76,7 @@ def build_muon(model: Any, **options: Any) -> Any:
 
 
 def norms_as_on_a_gpu() -> None:
-    """Let norms be those of whole shards in one call: a CPU cuts large ones.
+    """Compute the norm of a shard in one call, as a GPU does: a CPU cuts large shards.
 
     Raises:
         RuntimeError: Norms are computed otherwise by now.

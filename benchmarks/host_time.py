@@ -5,16 +5,15 @@
     .venv/bin/python benchmarks/host_time.py
 
 One process is one rank of the job. Its process groups are torch's "fake" ones, which send nothing.
-Two parts of a step are timed apart:
+Two parts of a step have times of their own:
 
 - **the engine**, with the plan of the real model: rows have the real shapes, and memory that is
   never touched. The code goes the way of a GPU. The rank is the one that holds the most matrices;
 - **everything else of our step**, from ``FSDPMuonChainedOptimizer.step``: a Megatron-FSDP model
   with as many layers, experts and ranks, whose matrices are scaled down. The engine is left out.
   ``torch.optim.AdamW(foreach=True)`` steps the same rows as plain tensors, after
-  ``clip_grad_norm_(foreach=True)``, which our step does too. Two functions of
-  Megatron-FSDP, which run around a step of Adam too, are timed apart, with the mode that makes CPU
-  ranks.
+  ``clip_grad_norm_(foreach=True)``, which our step does too. Two functions of Megatron-FSDP that
+  run around any step have times of their own, with the mode that makes CPU ranks.
 
 What would be launched on a GPU is replaced by a function that does nothing, once everything is
 built: element-wise functions of ``torch``, ``_foreach_`` functions, Newton-Schulz, and the kernels
@@ -38,8 +37,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from counting import Launches, count_launches, replace_arithmetic
 from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
-from step_cost import Launches, count_launches, replace_arithmetic
 
 
 class Job(NamedTuple):
@@ -138,7 +137,7 @@ def engine_figures(job: Job) -> dict[str, float]:
     held = Counter(
         rank for plan in planned for matrix in plan.matrices for rank in matrix.elements_by_rank
     )
-    rank = max(held, key=lambda each: held[each])
+    rank = max(held, key=lambda holder: held[holder])
     plans = [plan for plan in planned if rank in plan.ranks]
     device = torch.device("cpu")
     norms_as_on_a_gpu()
@@ -154,8 +153,8 @@ def engine_figures(job: Job) -> dict[str, float]:
                     shape = (matrix.elements_by_rank[rank] // cols, cols)
                     handles[index] = (number, index)
                     rows[number, index] = torch.empty(shape, device=device)
-            owners = {each for each in plan.sets_of_owners if rank in each}
-            groups = {each: dist.new_group(list(each)) for each in sorted(owners)}
+            owners = {ranks for ranks in plan.sets_of_owners if rank in ranks}
+            groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(owners)}
             bound.append(BoundPlan(plan, handles, dist.new_group(plan.ranks), None, groups))
         settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.5, 1.0))
         schedule = RankSchedule.build(plans, rank)
@@ -224,9 +223,9 @@ class NoEngine:
         self.plans: list[Any] = []
         self.moments: list[Any] = []
         self.handles = [
-            RowIndex(each.param, None, slice(None), slice(None))
-            for each in parameters
-            if each.param._local_tensor.numel()
+            RowIndex(parameter.param, None, slice(None), slice(None))
+            for parameter in parameters
+            if parameter.param._local_tensor.numel()
         ]
 
     def reserve(self, others: Any = None) -> None:

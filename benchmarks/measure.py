@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,7 +86,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a collective on plain tensors; DTensor comes here again with its local ones."""
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented
         names = [argument.name for argument in func._schema.arguments]
         # Whatever names a group is a collective, in any namespace; wait_tensor names none.
@@ -106,8 +105,8 @@ def _bytes_sent(kind: str, given: Mapping[str, Any]) -> float:
     else:
         group = dist.ProcessGroup.unbox(given["process_group"])
     sources = ("input", "inputs", "input_tensor", "input_tensors", "tensors")
-    tensors = [each for name in sources for each in tree_leaves(given.get(name))]
-    num_bytes = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+    tensors = [tensor for name in sources for tensor in tree_leaves(given.get(name))]
+    num_bytes = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
     rank, size = group.rank(), group.size()
     if kind.startswith("allgather"):
         return num_bytes * (size - 1)
@@ -152,28 +151,3 @@ def step_seconds(step: Callable[[], Any]) -> float:
     step()
     synchronize()
     return slowest(time.perf_counter() - start)
-
-
-def host_seconds(step: Callable[[], Any]) -> float:
-    """Time until a step returns, while its GPU may still compute; of the slowest rank."""
-    dist.barrier()
-    synchronize()
-    start = time.perf_counter()
-    step()
-    seconds = time.perf_counter() - start
-    synchronize()
-    return slowest(seconds)
-
-
-def num_kernels(step: Callable[[], Any]) -> int:
-    """Count what a step launches on this rank's GPU, copies and fills of memory included."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        step()
-        synchronize()
-    # Ranges such as the optimizer's, and those of NCCL, are shown beside what runs in them.
-    return sum(
-        event.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
-        and not event.name.startswith(("Optimizer.", "ProfilerStep", "nccl:"))
-        for event in profiled.events()
-    )

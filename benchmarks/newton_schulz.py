@@ -7,8 +7,8 @@
     python3 benchmarks/newton_schulz.py --device cuda --stacks 1 4 16
 
 On a CPU matrices are fp32, on a GPU bf16. Backends take turns, round after round; a figure is the
-median over rounds. Beside each ratio stands that of their floating-point operations, which is what
-the cost model assumes.
+median over rounds. The table has the ratio of floating-point operations too, which the cost
+model assumes.
 
 With --stacks only the standard steps are timed: TFLOP/s in stacks of as many matrices.
 

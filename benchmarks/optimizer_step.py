@@ -5,11 +5,9 @@
     torchrun --nproc-per-node 4 scripts/cpu_ranks benchmarks/optimizer_step.py --hidden 512
 
 Every peer has the same matrices, sharded as Megatron-FSDP shards them. The peers are timed in turn,
-one step each, so that other work on the machine disturbs all of them alike. Times are of the
+one step each, so that other work on the machine disturbs all peers equally. Times are of the
 slowest rank, medians over the rounds. For peers that leave parameters sharded, ``+ params`` adds an
 all-gather of fp32 parameters, which Megatron-FSDP does in the next forward pass.
-
-On GPUs the host's time of a step and the kernels that it launches are measured too.
 """
 
 import argparse
@@ -28,8 +26,6 @@ import torch.distributed as dist
 from measure import (
     CollectiveCounter,
     FunctionTimer,
-    host_seconds,
-    num_kernels,
     peak_memory,
     slowest,
     step_seconds,
@@ -123,15 +119,6 @@ def _measure(peers: dict[str, Peer], model: Model, num_rounds: int) -> dict[str,
     return results
 
 
-def _measure_launches(peers: dict[str, Peer], num_rounds: int) -> dict[str, dict[str, float]]:
-    """Return the host's time of a step and its kernels on this rank, on a GPU."""
-    results = {}
-    for name, peer in peers.items():
-        host = [host_seconds(peer.step) for _ in range(num_rounds)]
-        results[name] = {"host_ms": median(host) * 1e3, "kernels": num_kernels(peer.step)}
-    return results
-
-
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -149,11 +136,6 @@ def _lines(results: dict[str, dict[str, Any]]) -> list[str]:
             f"{r['newton_schulz_ms']:.1f} | {r['efficiency']:.2f} | "
             f"{r['bytes_a_rank'] / 1e6:.1f} | {r['peak_extra_bytes'] / 1e6:.1f} |"
         )
-    lines += [
-        f"{name}: {r['host_ms']:.2f} ms of the host and {r['kernels']} kernels a step"
-        for name, r in results.items()
-        if "kernels" in r
-    ]
     return lines + [f"{name}: {r['note']}" for name, r in results.items() if r["note"]]
 
 
@@ -169,9 +151,6 @@ def main() -> int:
         except ImportError as error:
             skipped[name] = f"not measured: {error}"
     results = _measure(peers, model, options.rounds)
-    if device.type == "cuda":
-        for name, found in _measure_launches(peers, options.rounds).items():
-            results[name] |= found
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     setup = {
         "ranks": dist.get_world_size(),

@@ -29,7 +29,7 @@ class Model:
 
     Args:
         shapes: Of all matrices, in order.
-        rows_of_ranks: Rows of each by rank; ranks that hold none are missing.
+        rows_of_ranks: Rows of a matrix by rank, without ranks that hold none.
         device: Where they live.
         mesh: One axis, all ranks.
     """

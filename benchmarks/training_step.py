@@ -101,7 +101,7 @@ def main() -> int:
         for name in options.runs:
             found[name].append(measure(options, RUNS[name]))
     results = {
-        name: {key: statistics.median(each[key] for each in passes) for key in passes[0]}
+        name: {key: statistics.median(result[key] for result in passes) for key in passes[0]}
         for name, passes in found.items()
     }
     names = list(next(iter(results.values())))

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Byte-level Megatron data set (``.bin`` and ``.idx``) of files that every machine has.
+"""Byte-level Megatron data set (``.bin`` and ``.idx``) of the sources of Python's standard library.
 
-A token is a byte of a file. ``END_OF_DOCUMENT`` follows each document: a file, or a part of a large
-one.
+A token is a byte. ``END_OF_DOCUMENT`` follows a document: a file, or a part of a large file.
 """
 
 import hashlib
@@ -12,14 +11,13 @@ import os
 import random
 import sysconfig
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
-MIN_BYTES = 100_000
 # Megatron splits train and validation by whole documents: neither may end up with one huge one.
 MIN_DOCUMENTS = 40
 # Tests, generated tables, and what a distribution adds or leaves out: not text worth learning.
@@ -42,34 +40,11 @@ def standard_library_files() -> list[Path]:
     return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
 
 
-def files_below(paths: Iterable[Path]) -> list[Path]:
-    """Return the given files and all files, hidden ones excepted, below the given folders.
-
-    Raises:
-        ValueError: A path does not exist.
-    """
-    files = []
-    for path in paths:
-        if path.is_file():
-            files.append(path)
-        elif path.is_dir():
-            below = (p for p in path.rglob("*") if p.is_file())
-            files += sorted(
-                p for p in below if not any(x.startswith(".") for x in p.relative_to(path).parts)
-            )
-        else:
-            raise ValueError(f"--data: expected a file or folder, got {path}. Check the path.")
-    return files
-
-
 def read_documents(files: Sequence[Path], max_bytes: int, seed: int = 0) -> list[bytes]:
-    """Return the files' bytes in an order shuffled by ``seed``, ``max_bytes`` of them at most.
+    """Return the files' bytes in an order shuffled by ``seed``, ``max_bytes`` at most.
 
-    Shuffled, because training takes the first documents and validation the last: sorted by name,
-    the two would hold different kinds of text.
-
-    Raises:
-        ValueError: The files hold fewer than ``MIN_BYTES`` bytes.
+    Training takes the first documents and validation the last: in the order of names, the two would
+    hold different kinds of text.
     """
     files = list(files)
     random.Random(seed).shuffle(files)
@@ -79,13 +54,6 @@ def read_documents(files: Sequence[Path], max_bytes: int, seed: int = 0) -> list
         if content:
             contents.append(content)
             total += len(content)
-        if total >= max_bytes:
-            break
-    if total < MIN_BYTES:
-        raise ValueError(
-            f"data: expected at least {MIN_BYTES} bytes of text, got {total} in {len(files)} "
-            "files. Give more files with --data."
-        )
     limit = -(-total // MIN_DOCUMENTS)
     return [
         content[start : start + limit]

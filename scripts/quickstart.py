@@ -64,12 +64,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Return the command line's options with the defaults filled in; exit where they disagree."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--data", type=Path, nargs="+", help="files or folders; default: Python's library")
     add("--output", type=Path, default=REPOSITORY / "quickstart_output", help="folder")
     add("--max-megabytes", type=float, default=8, help="text to take at most (default: 8)")
     add("--iterations", type=int, default=60, help="of each run (default: 60)")
     add("--optimizers", nargs="+", default=["muon", "adam"], choices=list(LEARNING_RATES))
-    add("--learning-rates", type=float, nargs="+", help="one for each of --optimizers, in order")
+    add("--learning-rates", type=float, nargs="+", help="in the order of --optimizers")
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
     add(
         "--sharding",
@@ -77,7 +76,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         choices=list(OVERLAP),
         help="what Megatron-FSDP shards, ZeRO-0 to ZeRO-3 (default: optim_grads_params)",
     )
-    add("--seed", type=int, default=1234)
     options = parser.parse_args(arguments)
     options.learning_rates = options.learning_rates or [
         LEARNING_RATES[x] for x in options.optimizers
@@ -97,11 +95,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def prepare_data(options: argparse.Namespace) -> Path:
     """Build the data set and return its prefix."""
-    files = (
-        byte_dataset.files_below(options.data)
-        if options.data
-        else byte_dataset.standard_library_files()
-    )
+    files = byte_dataset.standard_library_files()
     max_bytes = int(options.max_megabytes * 1_000_000)
     prefix = byte_dataset.build_byte_dataset(files, options.output / "data", max_bytes)
     print(f"Data: {prefix}.bin", flush=True)
@@ -111,9 +105,9 @@ def prepare_data(options: argparse.Namespace) -> Path:
 def megatron_flags(
     options: argparse.Namespace, data_prefix: Path, optimizer: str, learning_rate: float
 ) -> list[str]:
-    """Return the flags of a run; those of the optimizer itself are the last."""
+    """Return the flags of a run, the optimizer's flags last."""
     run = (
-        f"--train-iters {options.iterations} --seed {options.seed}"
+        f"--train-iters {options.iterations} --seed 1234"
         f" --micro-batch-size {GLOBAL_BATCH_SIZE // options.ranks}"
         f" --eval-interval {max(1, options.iterations // 4)}"
         f" --data-parallel-sharding-strategy {options.sharding} {OVERLAP[options.sharding]}"

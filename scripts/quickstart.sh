@@ -10,7 +10,7 @@ caller_folder=$PWD
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# --data and --output stay relative to where the caller stands.
+# --output stays relative to where the caller stands.
 repository=$PWD
 cd "$caller_folder"
 exec "$repository/.venv/bin/python" "$repository/scripts/quickstart.py" "$@"

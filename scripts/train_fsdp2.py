@@ -11,7 +11,6 @@ where the last one ended, on any number of ranks. Needs no megatron.
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,24 +55,6 @@ def batch_of(step: int, num_rows: int, device: torch.device) -> torch.Tensor:
     return rows.chunk(BATCH // num_rows)[dist.get_rank()].to(device)
 
 
-def optimizer_of(model: nn.Module) -> MuonAdamW:
-    """Return Muon for the matrices of the layers, AdamW for all else, as one optimizer."""
-    groups: list[dict[str, Any]] = [
-        {"params": []},
-        # Query, key and value are orthogonalized apart.
-        {"params": [], "split_sizes": 3},
-        {"params": [], "algorithm": "adamw", "lr": 1e-2, "weight_decay": 0.01},
-    ]
-    for name, param in model.named_parameters():
-        if "in_proj_weight" in name:
-            groups[1]["params"].append((name, param))
-        elif name.startswith("layers.") and param.ndim == 2:
-            groups[0]["params"].append((name, param))
-        else:
-            groups[2]["params"].append((name, param))
-    return MuonAdamW(groups, lr=2e-2, weight_decay=0.1)
-
-
 def main() -> None:
     """Train, and write a checkpoint in the end."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -92,19 +73,15 @@ def main() -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = optimizer_of(model)
+    # It splits query, key and value of nn.MultiheadAttention.
+    optimizer = MuonAdamW.from_model(model, lr=1e-2, weight_decay=0.1)
 
     first = 0
     if options.checkpoint is not None and options.checkpoint.exists():
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        state = {"model": of_model, "optimizer": of_optimizer, "step": 0}
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments, "step": 0}
         dcp.load(state, checkpoint_id=options.checkpoint)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         first = state["step"]
     for step in range(first, options.steps):
         loss = model(batch_of(step, BATCH // dist.get_world_size(), device))
@@ -117,8 +94,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step + 1}: loss {mean.item():.4f}")
     if options.checkpoint is not None:
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        state = {"model": of_model, "optimizer": of_optimizer, "step": options.steps}
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments, "step": options.steps}
         dcp.save(state, checkpoint_id=options.checkpoint)
     dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
 """Accepted and tested releases of the packages that are patched or relied on.
 
 A release in the accepted range is tried: its symbols are verified as usual, and a warning names it
-if it is outside of the tested range. ``scripts/check_compat.py`` has the table of the combinations
+if it is outside of the tested range. ``check_compat.py`` has the table of the combinations
 that were run.
 """
 

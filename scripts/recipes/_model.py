@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the recipes share: a small decoder, its data, their options, and the check of a resumed run.
+"""A small decoder, its data, and the comparison of a resumed run, for all recipes.
 
 A recipe trains ``STEPS`` steps and saves after ``SAVED_AT`` of them, in the way of its trainer.
 Then it builds everything anew with other weights, loads, and trains the last steps again: their
-losses have to be those of the first run, to the bit.
+losses must have the bits of the first run.
 """
 
 import argparse
@@ -12,25 +12,16 @@ import importlib.metadata
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 STEPS, SAVED_AT = 8, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Names of parameters as keys, which the number of groups does not change.
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 64, 32, 4, 16, 8
 
 
@@ -139,93 +130,6 @@ def check_is_sharded(model: nn.Module) -> None:
     """Check that all parameters are sharded, so that a recipe shows what it claims."""
     plain = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     assert not plain, f"expected DTensors, got plain tensors: {plain}"
-
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Save all three as torch's checkpoints of several ranks."""
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=FLAT)
-    state = {"model": of_model, "optimizer": of_optimizer, "scheduler": scheduler.state_dict()}
-    dcp.save(state, checkpoint_id=folder)
-
-
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Load what :func:`save` has saved."""
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=FLAT)
-    state = {"model": of_model, "optimizer": of_optimizer, "scheduler": scheduler.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=FLAT,
-    )
-    scheduler.load_state_dict(state["scheduler"])
-
-
-def fit(
-    folder: Path,
-    first: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    *,
-    increment: tuple[int, ...] = (),
-    save: Callable[..., None] = save,
-    load: Callable[..., None] = load,
-) -> list[float]:
-    """Train in a loop of one's own, and return the losses.
-
-    Args:
-        folder: Of the checkpoint, which is loaded before a step ``first`` above 0, and otherwise
-            saved after ``SAVED_AT`` steps.
-        first: The first step.
-        model: A sharded model.
-        optimizer: Of its parameters.
-        scheduler: Of the optimizer.
-        increment: Arguments of the scheduler's step.
-        save: Called with folder, model, optimizer and scheduler.
-        load: Called alike.
-    """
-    check_is_sharded(model)
-    if first:
-        load(folder, model, optimizer, scheduler)
-    losses = []
-    for step in range(first, STEPS):
-        loss = model(batch_of(step, DEVICE))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step(*increment)
-        losses.append(mean_over_ranks(loss))
-        if step + 1 == SAVED_AT and not first:
-            save(folder, model, optimizer, scheduler)
-    return losses
-
-
-def train_twice(
-    title: str, description: str | None, train: Callable[[Any, int, int], list[float]]
-) -> None:
-    """Train, train the last steps again from the checkpoint, and compare the losses.
-
-    Args:
-        title: Library and version.
-        description: Of the command line.
-        train: Called with options, the first step and the seed of the weights.
-    """
-    options = parser_of(description).parse_args()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    losses = train(options, 0, 0)
-    resumed = train(options, SAVED_AT, 1)
-    report(f"{title}, {options.optimizer}", losses, resumed)
-    dist.destroy_process_group()
-    if not torch.cuda.is_available():
-        # A thread of gloo that waits for the GIL when the interpreter ends aborts the process.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 def report(title: str, losses: Sequence[float], resumed: Sequence[float]) -> None:

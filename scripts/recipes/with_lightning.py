@@ -77,7 +77,7 @@ class Module(LightningModule):
 def train(options: Any, seed: int = 0, checkpoint: Path | None = None) -> list[float]:
     """Train for two epochs, and save after each; or go on from the first one."""
     samples = [sample(index) for index in range(BATCH * SAVED_AT)]
-    # Lightning gives it a sampler by rank. Epochs are alike: it does not skip batches of one.
+    # Lightning adds a sampler by rank, and does not skip batches within an epoch.
     loader = torch.utils.data.DataLoader(samples, batch_size=BATCH // 2, shuffle=False)  # type: ignore[arg-type]
     trainer = Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",

@@ -12,6 +12,7 @@ megatron-core has to be installed too.
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _model import DEVICE, Decoder, Layer, fit, train_twice, version_of
+from _model import (
+    DEVICE,
+    SAVED_AT,
+    STEPS,
+    Decoder,
+    Layer,
+    batch_of,
+    check_is_sharded,
+    mean_over_ranks,
+    parser_of,
+    report,
+    version_of,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 VERSION = version_of("megatron-fsdp")
@@ -67,26 +80,45 @@ def build(name: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]
     return model, optimizer
 
 
-def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Save the model and the optimizer."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=folder)
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return what a checkpoint has."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Load the model and the optimizer."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-
-
-def train(options: Any, first: int, seed: int) -> list[float]:
-    """Train from a step on, at a constant learning rate, and return the losses."""
+def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
+    """Train from a step on, and return the losses; load before it, or save after ``SAVED_AT``."""
     model, optimizer = build(options.optimizer, seed)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return fit(options.folder, first, model, optimizer, scheduler, save=save, load=load)
+    check_is_sharded(model)
+    if first:
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=options.folder)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    losses = []
+    for step in range(first, STEPS):
+        loss = model(batch_of(step, DEVICE))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+        if step + 1 == SAVED_AT and not first:
+            dcp.save(state_of(model, optimizer), checkpoint_id=options.folder)
+    return losses
+
+
+def main() -> None:
+    """Train, and train the last steps again from the checkpoint."""
+    options = parser_of(__doc__).parse_args()
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    losses = train(options)
+    resumed = train(options, first=SAVED_AT, seed=1)
+    report(f"megatron-fsdp {VERSION}, {options.optimizer}", losses, resumed)
+    dist.destroy_process_group()
+    if DEVICE == "cpu":
+        cpu_ranks.end_process(0)
 
 
 if __name__ == "__main__":
-    train_twice(f"megatron-fsdp {VERSION}", __doc__, train)
+    main()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "maintainer")]
 
 from cases import Case, CaseError, command_line, select_cases  # noqa: E402
 from launched_run import PRETRAIN_GPT, train  # noqa: E402

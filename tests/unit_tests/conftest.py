@@ -11,7 +11,7 @@ from helpers import device, ranks
 
 try:
     import hypothesis
-except ImportError:  # environments of scripts/check_compat.py
+except ImportError:  # environments of check_compat.py
     pass
 else:
     # Whether a test passes must not depend on how fast the machine is.

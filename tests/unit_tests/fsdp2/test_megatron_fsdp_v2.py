@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Version 2 of Megatron-FSDP without Megatron's trainer, of the generation that is installed.
 
-``scripts/check_compat.py --megatron DIR --steps fsdp_v2`` runs it with Megatron-LM main, which has
+``check_compat.py --megatron DIR --steps fsdp_v2`` runs it with Megatron-LM main, which has
 more layouts than releases.
 """
 

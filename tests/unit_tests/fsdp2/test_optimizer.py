@@ -245,7 +245,7 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
     from megatron_muon.runtime import local_rows
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from step_cost import OperationCounter
+    from counting import OperationCounter
 
     # As on a GPU: a CPU takes one matrix a call for its bits, and moves rows without the kernel.
     local_rows.batch_size = len

@@ -20,7 +20,7 @@ def _has_flags() -> bool:
 
 needs_flags = pytest.mark.skipif(
     not _has_flags(),
-    reason="needs a Megatron-LM checkout: scripts/check_compat.py --megatron DIR --steps v2_flags",
+    reason="needs a Megatron-LM checkout: check_compat.py --megatron DIR --steps v2_flags",
 )
 
 

@@ -73,7 +73,7 @@ if has_megatron():
 # After CPU ranks have replaced names of torch.
 import megatron_muon.fsdp2  # noqa: E402, F401
 
-with contextlib.suppress(ImportError):  # where scripts/check_compat.py tests other versions
+with contextlib.suppress(ImportError):  # where check_compat.py tests other versions
     import hypothesis.strategies  # noqa: F401
 
 # What is here now is never collected: a rank would copy its pages to do so.

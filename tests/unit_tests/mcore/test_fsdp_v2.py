@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-FSDP v2 through Megatron's flags, on a checkout of Megatron-LM's main.
 
-``scripts/check_compat.py --megatron DIR`` runs this file, and rows of v2 in test_parity.py and
+``check_compat.py --megatron DIR`` runs this file, and rows of v2 in test_parity.py and
 test_pipeline.py.
 """
 

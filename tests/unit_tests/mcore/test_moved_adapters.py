@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrappers of Megatron-FSDP in other modules, as in Megatron-LM's nightly documentation.
 
-A copy of the megatron that is installed, or of a checkout (``scripts/check_compat.py --megatron``),
+A copy of the megatron that is installed, or of a checkout (``check_compat.py --megatron``),
 is changed like that: ``mcore_adapter_v1`` and ``mcore_adapter_v2`` hold the classes, and
 ``mcore_fsdp_adapter`` is left with what chooses between them.
 """

@@ -3,7 +3,7 @@
 """Run-level parity: losses and gradient norms against upstream's own optimizers under DDP.
 
 Both runs go through the launcher, on the same samples; ``helpers/parity.py`` has the tolerances.
-Rows of Megatron-FSDP v2 need a checkout of Megatron-LM's main: ``scripts/check_compat.py --megatron
+Rows of Megatron-FSDP v2 need a checkout of Megatron-LM's main: ``check_compat.py --megatron
 DIR`` runs them.
 """
 

@@ -22,7 +22,7 @@ def test_matrices_of_real_architectures_go_to_muon(model_type):
 
 
 def test_page_is_that_of_the_record():
-    """`python scripts/architectures.py` writes it."""
+    """`python architectures.py` writes it."""
     assert RECORDS.keys() == script.ARCHITECTURES.keys()
     assert script.PAGE.read_text() == script.page(RECORDS)
 

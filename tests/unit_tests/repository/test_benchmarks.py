@@ -130,7 +130,7 @@ def test_counted_operations_are_those_of_a_gpu(monkeypatch):
     """A fused list counts once, a view not at all; every way to read a value is seen."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import torch
-    from step_cost import OperationCounter
+    from counting import OperationCounter
 
     a, b = torch.ones(4, 8), torch.ones(4, 8)
     with OperationCounter() as work:

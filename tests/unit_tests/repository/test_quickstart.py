@@ -22,7 +22,7 @@ def test_dataset_reads_back_as_the_bytes_of_its_files(tmp_path: Path) -> None:
     contents["empty.txt"] = b""
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    files = byte_dataset.files_below([tmp_path])
+    files = sorted(tmp_path.iterdir())
     prefix = byte_dataset.build_byte_dataset(files, tmp_path / "out", 10_000_000)
     tokens = [document.tolist() for document in IndexedDataset(str(prefix))]
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.megatron_fsdp import module_of
 from helpers.ranks import run_ranks
 
-pytest.importorskip("hypothesis")  # environments of scripts/check_compat.py lack it
+pytest.importorskip("hypothesis")  # environments of check_compat.py lack it
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Muon gets of 40 architectures of transformers: the table in docs/architectures.md.
 
-    python scripts/architectures.py              # from the record in tests/
-    python scripts/architectures.py --record     # from transformers, on meta devices
+    python scripts/maintainer/architectures.py              # from the record in tests/
+    python scripts/maintainer/architectures.py --record     # from transformers, on meta devices
 
 The record has names, shapes, classes and what modules say of themselves, so that continuous
 integration applies the rule to them without transformers. It holds one layer of each kind.
@@ -20,7 +20,7 @@ import torch
 
 from megatron_muon.fsdp2.groups import choose
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/unit_tests/repository/architectures.json"
 PAGE = ROOT / "docs/architectures.md"
 # transformers' model types, and what their first layers need to be of each kind.
@@ -47,7 +47,7 @@ def build(model_type: str, changes: dict[str, Any]) -> torch.nn.Module:
     import transformers  # type: ignore[import-not-found, unused-ignore]
 
     config = transformers.AutoConfig.for_model(model_type)
-    parts = [each for each in vars(config).values() if hasattr(each, "to_dict")]
+    parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]
     for part in (config, *parts):
         for name in (*_LAYERS, *changes):
             if isinstance(getattr(part, name, None), int):
@@ -85,8 +85,8 @@ def record(model: torch.nn.Module) -> dict[str, Any]:
     params: list[Any] = [["", shapes[key], *of_param] for key, of_param in names.items()]
     found: dict[str, Any] = {"modules": modules, "params": params}
     kinds = choices(found)
-    for each in params:
-        each[0] = kinds[each[2]]
+    for entry in params:
+        entry[0] = kinds[entry[2]]
     return found
 
 
@@ -99,7 +99,7 @@ def _base(module: torch.nn.Module) -> str:
 
 
 def _says(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers and flags of a module, and those of its configuration."""
+    """Return the numbers and flags of a module and of its configuration."""
     config = getattr(module, "config", None)
     says: dict[str, Any] = {
         key: value
@@ -144,32 +144,45 @@ def rebuild(recorded: dict[str, Any]) -> torch.nn.Module:
 def choices(recorded: dict[str, Any]) -> dict[str, str]:
     """Return algorithm, layout and reason of each recorded parameter."""
     return {
-        each.name: each.kind + " (warned)" * each.is_unclear for each in choose(rebuild(recorded))
+        param.name: param.kind + " (warned)" * param.is_unclear
+        for param in choose(rebuild(recorded))
     }
 
 
 _USUAL = ("embedding", "head", "output layer", "bias")
 _INTRODUCTION = """# Parameters of Muon by architecture
 
-Chosen by `MuonAdamW.from_model` with its defaults, by the rules of
-[fsdp2.md](fsdp2.md#which-parameters-muon-gets): one layer per kind of {} architectures of
-transformers 5.24. `python scripts/architectures.py` writes the page. AdamW also steps all
-embeddings, heads, biases and vectors, which are left out. Brackets have the number of matrices in
-a parameter, or their outputs; T marks weights stored as (inputs, outputs), italics a warning.
+`MuonAdamW.from_model` with its defaults, by the rules of
+[fsdp2.md](fsdp2.md#which-parameters-muon-gets), for {} architectures of transformers 5.24 (one
+layer of each kind). Muon gets every projection and expert, and AdamW embeddings, heads, biases
+and vectors. The table has the exceptions. Brackets have the number of matrices in a parameter, or
+their outputs; T marks weights stored as (inputs, outputs), italics a warning.
+`python scripts/maintainer/architectures.py` writes the page.
+
+No exceptions: {}.
 """
 
 
 def page(records: dict[str, Any]) -> str:
-    """Return the page with a row for each architecture."""
-    lines = [_INTRODUCTION.format(len(records)), "| model | Muon | AdamW |", "| --- | --- | --- |"]
+    """Return the page with a row for architectures that have the same exceptions."""
+    models: dict[str, list[str]] = {}
     for model_type, recorded in records.items():
         cells: dict[str, dict[str, None]] = {"muon": {}, "adamw": {}}
         for kind, _, name, *_ in recorded["params"]:
             algorithm, _, reason = kind.partition(": ")
             algorithm, _, layout = algorithm.partition(", ")
-            if algorithm == "muon" or reason not in _USUAL:
+            is_usual = not layout if algorithm == "muon" else reason in _USUAL
+            if not is_usual or reason.endswith("(warned)"):
                 cells[algorithm][_cell(name, layout, reason)] = None
-        lines.append(f"| {model_type} | " + " | ".join(", ".join(c) for c in cells.values()) + " |")
+        row = " | ".join(", ".join(cell) for cell in cells.values())
+        models.setdefault(row, []).append(model_type)
+    plain = ", ".join(models.pop(" | ", []))
+    lines = [
+        _INTRODUCTION.format(len(records), plain),
+        "| model | Muon | AdamW |",
+        "| --- " * 3 + "|",
+    ]
+    lines += [f"| {', '.join(names)} | {row} |" for row, names in models.items()]
     return "\n".join([*lines, "", "Read next: [trainers.md](trainers.md).", ""])
 
 

@@ -5,9 +5,10 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit_tests"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "unit_tests")]
 
-from helpers.repairs import REPAIRS
+from helpers.repairs import REPAIRS  # noqa: E402
 
 
 def main() -> None:

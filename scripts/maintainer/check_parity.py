@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare Muon under Megatron-FSDP with upstream's Muon under DDP on this machine, by their losses.
 
-    .venv/bin/python scripts/check_parity.py --ranks 4 --noise-ranks 3
+    .venv/bin/python scripts/maintainer/check_parity.py --ranks 4 --noise-ranks 3
 
 Every run goes through the launcher on the same number of ranks: on GPUs if there are any,
 otherwise on CPU ranks over gloo. ``--noise-ranks`` adds upstream's DDP on another number of ranks,
@@ -11,6 +11,9 @@ which shows how far the reference differs from itself when sums are taken in ano
 
 import argparse
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt_flags import FP32_GRADIENTS, FSDP, MUON, SMALL_GPT
 from launched_run import train

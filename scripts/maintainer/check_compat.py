@@ -2,20 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run releases together, each combination of ``CASES`` in a temporary environment.
 
-    .venv/bin/python scripts/check_compat.py                  # all cases, a few minutes
-    .venv/bin/python scripts/check_compat.py --only 0.19.0    # rows whose versions contain the text
-    .venv/bin/python scripts/check_compat.py --here           # the environment it runs in
-    .venv/bin/python scripts/check_compat.py --megatron DIR   # that, with a Megatron-LM checkout
+    .venv/bin/python scripts/maintainer/check_compat.py    # all cases, a few minutes
 
-Below the row of an environment are the repairs that its megatron-core does not need. The exit
-status is 1 if a result differs from the accepted ranges of versions. A checkout needs pybind11,
-make and g++ for Megatron's dataset helpers.
+``--only 0.19.0`` selects rows whose versions contain the text, ``--here`` checks the environment
+that runs the script, and ``--megatron DIR`` that with a checkout of Megatron-LM, which needs
+pybind11, make and g++. Below the row of an environment are the repairs that its megatron-core does
+not need. The exit status is 1 if a result differs from the accepted ranges of versions.
 """
 
 import argparse
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpt_flags import FSDP, MUON, SMALL_GPT  # noqa: E402
 from launched_run import TrainingLog  # noqa: E402
@@ -174,31 +173,15 @@ CHECKS: dict[str, Callable[[Environment], None]] = {
 }
 
 
-def find_uv() -> list[str]:
-    """Find a uv that runs, as ``scripts/environment.sh`` does.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    for candidate in (["uv"], [str(ROOT / ".uv/bin/uv")], [sys.executable, "-m", "uv"]):
-        try:
-            subprocess.run([*candidate, "--version"], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        return candidate
-    raise FileNotFoundError(
-        "uv: expected it on PATH or in .uv/bin, got neither. Run bash scripts/test.sh once, which "
-        "installs it, or install uv."
-    )
-
-
 def build_environment(case: Sequence[str], folder: Path) -> Environment:
     """Install the packages of a case and this checkout into a new virtual environment.
 
     Raises:
         subprocess.CalledProcessError: An installation failed; its output says why.
     """
-    uv, python = find_uv(), folder / "venv" / "bin" / "python"
+    # Where scripts/environment.sh installs it, if it is not on PATH.
+    uv = [shutil.which("uv") or str(ROOT / ".uv/bin/uv")]
+    python = folder / "venv" / "bin" / "python"
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
     pins = [f"{name}=={v}" for name, v in zip(versions.ACCEPTED_VERSIONS, case, strict=True)]
