@@ -61,7 +61,7 @@ def _step_alone() -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_step_reduces_gradients_and_installs_weights_without_a_training_loop(world_size):
+def test_step_trains_without_a_training_loop(world_size):
     """A bare loop of backward and step() trains; every parameter has state from the start."""
     run = run_ranks(world_size, _step_alone).check()
     for result in run.results:
@@ -292,7 +292,7 @@ def test_case_of_two_ranks(case, expected):
     assert [found[case] for found in cases_of_two_ranks()] == [expected] * 2
 
 
-def test_kernels_that_are_chosen_by_timing_are_refused_on_all_ranks():
+def test_tunable_kernels_are_refused_on_all_ranks():
     """Replicated matrices are orthogonalized on each rank, and would come to differ."""
     for found in cases_of_two_ranks():
         assert "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0" in found["tunable kernels"]
@@ -347,12 +347,12 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.parametrize("index", range(len(REFUSED_SETTINGS)))
-def test_factory_refuses_configurations_of_scripts_without_arguments(index):
+def test_factory_refuses_unsupported_configurations(index):
     """A script on megatron-core alone meets the same refusals as a command line."""
     assert REFUSED_SETTINGS[index][1] in refusals()[index]
 
 
-def test_model_of_another_type_is_refused_whatever_methods_it_has():
+def test_model_of_another_type_is_refused():
     """The type decides, not attribute names."""
     assert "FullyShardedDataParallel, got LooksLikeFSDP" in refusals()[-3]
 

@@ -113,7 +113,7 @@ NO_DOCSTRING = r"got AttributeError\(.'NoneType' object has no attribute 'format
     ],
 )
 @pytest.mark.slow
-def test_error_of_an_import_is_shown_in_place_of_what_follows_from_it(options, before, does, said):
+def test_error_of_an_import_replaces_its_consequences(options, before, does, said):
     """Without absl-py ten symbols of the right release were missing, and absl was not named."""
     done = subprocess.run(
         [sys.executable, *options, "-c", before + does],
@@ -184,7 +184,7 @@ def _step_later_release() -> tuple[list[bool], str]:
 
 
 @pytest.mark.ranks
-def test_later_emerging_optimizers_has_its_own_coefficients_and_limits():
+def test_later_emerging_optimizers_has_its_own_coefficients():
     """Images of Megatron's main may bring 0.4, whose cubic5 takes five steps and no others."""
     for equal, said in run_ranks(2, _step_later_release).check().results:
         assert len(equal) > 1 and all(equal)
