@@ -38,11 +38,13 @@ def run_command(
     )
 
 
-def run_torchrun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_torchrun(
+    num_ranks: int, *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a script and its arguments through the launcher, on CPU ranks."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     ranks = ("--nproc-per-node", str(num_ranks), str(ROOT / "scripts" / "cpu_ranks"))
-    return run_command(*torchrun, *ranks, *arguments)
+    return run_command(*torchrun, *ranks, *arguments, env=env)
 
 
 def train_forked(

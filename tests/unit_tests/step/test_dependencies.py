@@ -3,17 +3,17 @@
 """Releases that lack what is relied on are refused with the name; others work."""
 
 import re
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
+from helpers.commands import run_command
 from helpers.device import init_group
 from helpers.fsdp2_models import uneven
 from helpers.later_releases import pretend_emerging_optimizers_0_5
-from helpers.ranks import ROOT, run_ranks
+from helpers.ranks import run_ranks
 from torch.distributed.tensor import placement_types
 
 from megatron_muon import enable, is_enabled
@@ -84,9 +84,7 @@ from emerging_optimizers.orthogonalized_optimizers import muon, muon_utils
 del muon_utils.batched_newton_schulz_step, muon.MuonScaleT
 import megatron_muon.fsdp2
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    done = run_command(sys.executable, "-c", program)
     assert done.returncode == 1
     for name in ("muon.MuonScaleT", "muon_utils.batched_newton_schulz_step"):
         assert f"orthogonalized_optimizers.{name}: expected it for" in done.stderr
@@ -115,13 +113,7 @@ NO_DOCSTRING = r"got AttributeError\(.'NoneType' object has no attribute 'format
 @pytest.mark.slow
 def test_error_of_an_import_replaces_its_consequences(options, before, does, said):
     """Without absl-py ten symbols of the right release were missing, and absl was not named."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", before + does],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
+    done = run_command(sys.executable, *options, "-c", before + does)
     assert done.returncode == 1
     assert re.search(rf"emerging-optimizers \S+: expected its import to work, {said}", done.stderr)
     assert "got none in" not in done.stderr
