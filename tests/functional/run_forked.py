@@ -49,9 +49,11 @@ def main() -> None:
     cases = select_cases([], "cpu")
     for case in cases:
         os.environ.update(case.environment)  # before torch is imported, which reads them
-    from helpers import broken_optimizers
+    from helpers import broken_optimizers, ranks
     from run import PRETRAIN_GPT, Runner
 
+    # Once here rather than in every rank.
+    ranks._context().set_forkserver_preload(["helpers.preloaded", "torch.utils.tensorboard"])
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), PRETRAIN_GPT, exactly=True, train=forked_train)
         for case in cases:

@@ -124,7 +124,7 @@ def test_cpu_ranks_do_what_gpus_do(num_ranks, function):
 
 
 @pytest.mark.slow
-def test_thread_that_waits_for_the_gil_does_not_abort_a_run_at_its_end():
+def test_thread_that_waits_for_the_gil_does_not_abort_the_exit():
     """A worker of gloo waited so to let a tensor go, and a rank whose work was done got SIGABRT.
 
     If the machine is too busy for the thread to wait by then, the run ends well all the same.

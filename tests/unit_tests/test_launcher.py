@@ -5,10 +5,10 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
+from helpers.commands import run_command
 from helpers.ranks import ROOT, launch
 from helpers.toy_gpt import toy_gpt
 
@@ -70,14 +70,8 @@ def test_megatron_package_beside_the_script_is_used(tmp_path):
     package = os.path.dirname(os.path.dirname(megatron.core.__file__))
     os.symlink(package, checkout / "megatron")
     (checkout / "pretrain_gpt.py").write_text(CHECKOUT)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/cpu_ranks"), str(checkout / "pretrain_gpt.py")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
+    cpu_ranks = str(ROOT / "scripts" / "cpu_ranks")
+    done = run_command(sys.executable, cpu_ranks, str(checkout / "pretrain_gpt.py"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"CORE {checkout}/megatron/core/__init__.py" in done.stdout
 

@@ -3,60 +3,23 @@
 """What a user reads whose command line cannot work, and that crashes keep their traceback."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
-from helpers.ranks import PRETRAIN_GPT, ROOT
+from helpers.commands import run_torchrun
+from helpers.ranks import PRETRAIN_GPT
 from helpers.toy_gpt import fsdp_toy_gpt
 
 from megatron_muon import IncompatibleMegatronError, launcher
-from megatron_muon.mcore.unsupported import unsupported_settings
 from megatron_muon.user_errors import SettingsError
-
-
-@pytest.mark.parametrize(
-    ("settings", "given"),
-    [
-        ({"optimizer": "psgd_pro"}, "adaptive_muon and lion, got psgd_pro: it has no"),
-        (
-            {
-                "moe_grouped_gemm": True,
-                "add_bias_linear": True,
-                "expert_model_parallel_size": 2,
-                "save": "folder",
-            },
-            "got --moe-grouped-gemm --expert-model-parallel-size 2 --save folder: Megatron-FSDP's",
-        ),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_refusal_says_what_was_given(settings, given):
-    """Of optimizers that Megatron's parser does not know, and of several flags together."""
-    (refusal,) = unsupported_settings({"optimizer": "muon", **settings})
-    assert given in refusal
 
 
 @pytest.mark.slow
 def test_refused_flags_end_with_one_text_on_rank_0():
     """Two ranks printed 16,000 characters: three tracebacks around the one sentence to read."""
     flags = ("--ckpt-convert-format", "torch_dist", "--fp16", "--muon-fsdp-max-owners", "3")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "scripts" / "cpu_ranks"), str(PRETRAIN_GPT)]
-    done = subprocess.run(
-        [sys.executable, *command, *fsdp_toy_gpt("optim_grads_params", *flags)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "ignore",
-        },
-        timeout=240,
-    )
+    env = {"PYTHONWARNINGS": "ignore"}
+    done = run_torchrun(2, str(PRETRAIN_GPT), *fsdp_toy_gpt("optim_grads_params", *flags), env=env)
     assert done.returncode == 1
     text = (
         "megatron_muon: --optimizer muon --use-megatron-fsdp cannot run with:\n"

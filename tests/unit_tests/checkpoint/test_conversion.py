@@ -43,13 +43,19 @@ SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --global-batch-size 4".spl
 MEDIUM_TOLERANCE, BF16_TOLERANCE = 1e-5, 1.5e-4
 
 
-def _without_psutil() -> None:
-    """Let Megatron save torch_dist without psutil, which it asks for its memory, for a log line."""
+def _save_in_this_process() -> None:
+    """Let Megatron save torch_dist without psutil and without a process that holds a queue.
+
+    It asks psutil for its memory, for a log line. Its queue's process would import torch anew.
+    """
+    import queue
+
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     process = types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(rss=0))
     filesystem_async.HAVE_PSUTIL = True
     filesystem_async.psutil = types.SimpleNamespace(Process=lambda pid: process)
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _run(checkpoints: str, *flags: str) -> list[float]:
@@ -60,7 +66,7 @@ def _run(checkpoints: str, *flags: str) -> list[float]:
         arguments = toy_gpt(*SCHEDULE, "--ckpt-format", checkpoints, *flags)
         # As tensor parallelism asks for it.
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return launch(NUM_RANKS, arguments, before=_without_psutil, env=env).check().losses
+    return launch(NUM_RANKS, arguments, before=_save_in_this_process, env=env).check().losses
 
 
 def _train(folder: Path, checkpoints: str, *flags: str) -> list[float]:

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.checkpoint_runs import ARGS, SETTING, WEIGHT, save_matrix
-from helpers.ranks import ROOT
+from helpers.commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -82,9 +81,7 @@ def test_commands_need_neither_megatron_nor_a_process_group(folder):
         f"sys.argv = ['checkpoint', 'verify', {str(folder)!r}]\n"
         "runpy.run_module('megatron_muon.checkpoint', run_name='__main__')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = run_command(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     assert "MEGATRON False" in done.stdout
 

@@ -177,7 +177,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("before", "after", "texts"), REFUSED, ids=["tp", "to_none", "to_two"])
 @pytest.mark.slow
-def test_state_of_one_number_of_ranks_alone_is_refused_on_another(before, after, texts, tmp_path):
+def test_state_bound_to_a_number_of_ranks_is_refused_on_another(before, after, texts, tmp_path):
     """Moments of tensor-parallel blocks, and tied embeddings of stages: by name, on all ranks."""
     (_, folder), (world_size, zero, flags) = saved(*before[:2], *before[2]), after
     run = resumed_run(world_size, folder, tmp_path / "resumed", ZERO[zero], *flags)

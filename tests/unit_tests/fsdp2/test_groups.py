@@ -143,7 +143,7 @@ def test_head_is_known_by_the_rows_of_an_embedding():
     assert list(found.values()) == ["adamw", "muon", "muon", "adamw"]
 
 
-def test_tensors_that_multiply_nothing_as_a_matrix_are_stepped_by_adamw(caplog):
+def test_tensors_that_are_no_matrices_are_stepped_by_adamw(caplog):
     """Muon got decay rates, mixing factors, tokens, position tables and depthwise filters."""
     model = bare(
         A_log=(64, 8),
@@ -258,7 +258,7 @@ def test_attention_is_split_where_its_module_says_the_sizes(layer, sizes, caplog
     assert ("fused, in one matrix" in caplog.text) == (sizes is None)
 
 
-def test_gates_and_experts_in_two_dimensions_are_matrices_of_their_own():
+def test_stacked_gates_and_experts_are_split_into_matrices():
     """An LSTM's four gates, a GRU's three, and experts one below the other, as in DBRX."""
     experts = bare(w1=(4 * 6, 8), v1=(4 * 6, 8), w2=(4 * 6, 8))
     experts.moe_num_experts = 4

@@ -200,7 +200,7 @@ def test_replicas_orthogonalize_each_matrix_once():
 
 
 @pytest.mark.megatron
-def test_matrix_that_tensor_parallelism_replicates_is_orthogonalized_once():
+def test_tensor_parallel_replicas_are_orthogonalized_once():
     """Each tensor-parallel rank planned its copy alone: on a GPU copies could drift apart.
 
     Version 1 leaves tensor parallelism out of the mesh of such a parameter.

@@ -52,9 +52,7 @@ BF16 = pytest.param(torch.bfloat16, marks=has_grad_dtype)
     ],
     ids=lambda settings: ",".join(settings) or "defaults",
 )
-def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(
-    settings, dtype, momentum_dtype
-):
+def test_single_rank_steps_like_emerging_optimizers(settings, dtype, momentum_dtype):
     """The bits of three steps; of gradients in bfloat16, and of momentum that is rounded once."""
     ours, theirs, muon, reference = _pair(momentum_dtype, **settings)
     if dtype == torch.bfloat16:

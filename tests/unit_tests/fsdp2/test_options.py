@@ -224,7 +224,7 @@ def _on_two_ranks(folder: str) -> None:
 
 
 @pytest.mark.ranks
-def test_sharded_parameters_in_bfloat16_or_in_cpu_memory_keep_their_bits(tmp_path):
+def test_parameters_in_bfloat16_or_cpu_memory_keep_their_bits(tmp_path):
     """Through a checkpoint: as float32 copies, and with CPUOffloadPolicy.
 
     The reference in float32 is emerging-optimizers' Muon, rounded; test_rows_in_cpu_memory.py has

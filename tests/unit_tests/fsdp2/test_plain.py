@@ -79,7 +79,7 @@ def _refusals() -> dict[str, str]:
 
 
 @pytest.mark.ranks
-def test_plain_tensors_that_cannot_be_stepped_are_refused_on_all_ranks():
+def test_invalid_plain_tensors_are_refused_on_all_ranks():
     """Never a silent WORLD: a sentence each."""
     expected = {
         "no_group": "w: expected a DTensor in a job of 2 ranks, got a plain tensor",

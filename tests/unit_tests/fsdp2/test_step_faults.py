@@ -306,7 +306,7 @@ def faults(case: str) -> list[Any]:
 
 
 @pytest.mark.ranks
-def test_all_ranks_refuse_the_step_after_one_that_ended_in_the_middle_on_one():
+def test_all_ranks_refuse_a_step_after_an_interrupted_one():
     """The other ranks had gone on, with weights that were not those of a step."""
     for found in faults("end in the middle"):
         for is_failing, is_same, failed, refused, loaded in found:

@@ -12,6 +12,7 @@ import pytest
 TEST = "test_step_faults.py::test_empty_gradient_may_have_another_empty_shape"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_start_without_megatron(tmp_path):
     """The server of ranks imported megatron, and 119 of 188 tests failed."""

@@ -11,7 +11,7 @@ sharded_muon        Muon on hand-made row shards, beside upstream's on whole mat
 toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone
 toy_gpt             flags of the toy GPT that runs train, by layout
 parity              losses and norms of runs beside those of DDP
-repairs             runs with and without a repair of upstream's gradients
+repairs             runs without one repair of upstream's code
 fsdp_v2             runs of Megatron-FSDP v2 through flags, on a checkout
 checkpoint_runs     runs that save and load, and kills of them
 broken_optimizers   ways to break Muon on purpose
@@ -24,7 +24,8 @@ cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
 fsdp2_models        matrices in every layout that FSDP2 makes, and plain ones
 megatron_fsdp       models that Megatron-FSDP has sharded, of versions 1 and 2
 triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
-documents           the documents, and the commands in them
+fake_cuda           CUDA tensors without a GPU, and their allocations
+later_releases      later releases of emerging-optimizers
 commands            commands that tests run as users do
 ==================  ============================================================================
 """

@@ -5,10 +5,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from helpers.ranks import ROOT
+from launched_run import TrainingLog
+
+from helpers.ranks import ROOT, launch
 
 _LIMIT_S = 1800  # against a hang alone
 
@@ -35,11 +38,28 @@ def run_command(
     )
 
 
-def run_torchrun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_torchrun(
+    num_ranks: int, *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a script and its arguments through the launcher, on CPU ranks."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     ranks = ("--nproc-per-node", str(num_ranks), str(ROOT / "scripts" / "cpu_ranks"))
-    return run_command(*torchrun, *ranks, *arguments)
+    return run_command(*torchrun, *ranks, *arguments, env=env)
+
+
+def train_forked(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    **_: Any,
+) -> TrainingLog:
+    """Train as ``launched_run.train`` does, on forked ranks in place of torchrun's."""
+    log = TrainingLog()
+    for output in launch(ranks, arguments, env=environment).check().outputs:
+        for line in output.splitlines():
+            log.feed(line)
+    return log
 
 
 def run_plan(*flags: str) -> str:

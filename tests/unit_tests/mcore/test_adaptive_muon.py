@@ -225,7 +225,7 @@ def _step_all(world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_steps_equal_those_of_upstreams_classes_on_whole_matrices(world_size):
+def test_steps_equal_upstreams_on_whole_matrices(world_size):
     """The same bits after three steps, of adamuon's momentum and second moments too.
 
     For long, square and wide matrices and blocks, and query, key and value.
@@ -358,7 +358,7 @@ def _state_shapes() -> list[dict[str, list[int]]]:
     return found
 
 
-def test_state_of_whole_blocks_has_one_name_on_all_ranks_that_share_it():
+def test_state_of_a_whole_block_has_one_name_on_its_ranks():
     """Tensor-parallel ranks with blocks of their own name them apart: a checkpoint keeps one."""
     joined, apart, namo = zip(*run_ranks(4, _state_shapes).check().results, strict=True)
     assert joined[0] == joined[1] == joined[2] == joined[3]

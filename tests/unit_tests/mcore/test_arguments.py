@@ -167,7 +167,7 @@ def test_mistyped_flag_is_one_line_with_a_suggestion(flags, message):
 
 
 @pytest.mark.parametrize(("line", "message"), UNSHARDED.items(), ids=["heads", "router"])
-def test_flags_that_cannot_work_are_refused_without_megatron_fsdp_too(line, message):
+def test_invalid_flags_are_refused_without_megatron_fsdp(line, message):
     """They would be ignored, or mean something else."""
     assert message in refusals()[line]
 

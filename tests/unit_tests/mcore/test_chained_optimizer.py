@@ -23,7 +23,7 @@ from helpers.toy_fsdp import (
 pytestmark = pytest.mark.ranks
 
 
-def _step_alone() -> list[Any]:
+def _step_alone() -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     model = build_model()
@@ -50,31 +50,30 @@ def _step_alone() -> list[Any]:
         moved = [not same for same in are_equal(before, main_weights(model))]
         held = [weight.numel() > 0 for weight in before.values()]
         assert moved == held, (step, moved, held)
-    return [
-        len(names),
-        len(states),
-        sorted({key for state in states for key in state}),
-        all(all(state.values()) for state in states),
-        losses,
-        float(optimizer.get_loss_scale()),
-    ]
+    return {
+        "num_params": len(names),
+        "num_states": len(states),
+        "keys": sorted({key for state in states for key in state}),
+        "are_sharded": all(all(state.values()) for state in states),
+        "losses": losses,
+        "loss_scale": float(optimizer.get_loss_scale()),
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_step_reduces_gradients_and_installs_weights_without_a_training_loop(world_size):
+def test_step_trains_without_a_training_loop(world_size):
     """A bare loop of backward and step() trains; every parameter has state from the start."""
     run = run_ranks(world_size, _step_alone).check()
     for result in run.results:
-        num_params, num_states, keys, are_sharded, losses, loss_scale = result
-        assert num_params == num_states
-        assert keys == ["exp_avg", "exp_avg_sq", "momentum_buffer"]
-        assert are_sharded
-        assert losses[0] == pytest.approx(math.log(48), rel=0.1)
-        assert losses[-1] < losses[0] - 0.05
-        assert loss_scale == 1.0
+        assert result["num_params"] == result["num_states"]
+        assert result["keys"] == ["exp_avg", "exp_avg_sq", "momentum_buffer"]
+        assert result["are_sharded"]
+        assert result["losses"][0] == pytest.approx(math.log(48), rel=0.1)
+        assert result["losses"][-1] < result["losses"][0] - 0.05
+        assert result["loss_scale"] == 1.0
 
 
-def _skip_a_step() -> list[Any]:
+def _skip_a_step() -> dict[str, bool]:
     model = build_model()
     optimizer = build_optimizer(model, grad_norm_skip_threshold=1e-9)
     run_backward(model)
@@ -82,12 +81,16 @@ def _skip_a_step() -> list[Any]:
     success, grad_norm, _ = optimizer.step()
     import torch
 
-    same = all(are_equal(before, main_weights(model)))
-    unchanged = all(map(torch.equal, installed, model_weights(model)))
-    return [success, grad_norm > 1e-9, same, unchanged, math.isfinite(run_backward(model))]
+    return {
+        "success": success,
+        "is_norm_above_threshold": grad_norm > 1e-9,
+        "are_main_weights_same": all(are_equal(before, main_weights(model))),
+        "are_model_weights_same": all(map(torch.equal, installed, model_weights(model))),
+        "is_next_loss_finite": math.isfinite(run_backward(model)),
+    }
 
 
-def _fail_in_the_second_optimizer() -> list[Any]:
+def _fail_in_the_second_optimizer() -> dict[str, Any]:
     import torch
 
     from megatron_muon.runtime.agreement import INTERRUPTED
@@ -111,15 +114,15 @@ def _fail_in_the_second_optimizer() -> list[Any]:
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
     optimizer.load_state_dict(saved)
-    return [
-        len(optimizer.chained_optimizers),
-        is_same,
-        INTERRUPTED in str(error.value),
-        optimizer.step()[0],
-    ]
+    return {
+        "num_optimizers": len(optimizer.chained_optimizers),
+        "are_model_weights_same": is_same,
+        "is_next_step_refused": INTERRUPTED in str(error.value),
+        "success_after_load": optimizer.step()[0],
+    }
 
 
-def _count_installs() -> list[int]:
+def _count_installs() -> dict[str, int]:
     model = build_model()
     optimizer = build_optimizer(model)
     calls = {"install": 0, "gather": 0, "reduce": 0}
@@ -140,10 +143,10 @@ def _count_installs() -> list[int]:
     run_backward(model)
     model.finish_grad_sync()
     optimizer.step()
-    return list(calls.values())
+    return calls
 
 
-def _reload(sharding: str) -> list[Any]:
+def _reload(sharding: str) -> dict[str, bool]:
     import torch
 
     model = build_model(sharding)
@@ -158,11 +161,14 @@ def _reload(sharding: str) -> list[Any]:
         optimizer.reload_model_params(state_dict={"model": {}})
     with pytest.raises(ValueError, match="expected fsdp_dtensor, got dp_reshardable"):
         optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
-    return [
-        reloaded,
-        isinstance(optimizer.param_groups[0]["lr"], float),
-        torch.is_tensor(optimizer.get_loss_scale()),
-    ]
+    return {
+        "main_weights": reloaded,
+        "lr": isinstance(optimizer.param_groups[0]["lr"], float),
+        "loss_scale": torch.is_tensor(optimizer.get_loss_scale()),
+    }
+
+
+RELOADED = dict.fromkeys(("main_weights", "lr", "loss_scale"), True)
 
 
 MICROBATCHES = [
@@ -277,14 +283,31 @@ def cases_of_two_ranks() -> list[dict[str, Any]]:
     [
         ("wrapped before", "no error"),
         # Above --grad-norm-skip-threshold nothing moves, and the next forward pass still runs.
-        ("skipped", [False, True, True, True, True]),
+        (
+            "skipped",
+            {
+                "success": False,
+                "is_norm_above_threshold": True,
+                "are_main_weights_same": True,
+                "are_model_weights_same": True,
+                "is_next_loss_finite": True,
+            },
+        ),
         # Children would install and gather once each; a second reduction would be wrong.
-        ("installs", [2, 2, 2]),
+        ("installs", {"install": 2, "gather": 2, "reduce": 2}),
         # After a model-only load the main weights follow the model, on every shard.
-        ("reload optim", [True] * 3),
-        ("reload optim_grads_params", [True] * 3),
+        ("reload optim", RELOADED),
+        ("reload optim_grads_params", RELOADED),
         # A step that was tried again went on from momentum that had changed, without a word.
-        ("failed", [2, True, True, True]),
+        (
+            "failed",
+            {
+                "num_optimizers": 2,
+                "are_model_weights_same": True,
+                "is_next_step_refused": True,
+                "success_after_load": True,
+            },
+        ),
     ],
 )
 def test_case_of_two_ranks(case, expected):
@@ -292,23 +315,36 @@ def test_case_of_two_ranks(case, expected):
     assert [found[case] for found in cases_of_two_ranks()] == [expected] * 2
 
 
-def test_kernels_that_are_chosen_by_timing_are_refused_on_all_ranks():
+def test_tunable_kernels_are_refused_on_all_ranks():
     """Replicated matrices are orthogonalized on each rank, and would come to differ."""
     for found in cases_of_two_ranks():
         assert "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0" in found["tunable kernels"]
         assert "No optimizer was built." in found["tunable kernels"]
 
 
-REFUSED_SETTINGS = [
-    ({"optimizer": "soap"}, "got soap: it has no implementation over row shards"),
-    ({"optimizer": "dist_muon"}, "got dist_muon: it has no implementation"),
-    ({"use_layer_wise_distributed_optimizer": True}, "Megatron-FSDP has already sharded"),
-    ({"optimizer_cpu_offload": True}, "Megatron then steps copies of the parameters on the CPU"),
-    ({"optimizer_cuda_graph": True}, "the step checks gradients on the host"),
-]
+REFUSED_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "soap": ({"optimizer": "soap"}, "got soap: it has no implementation over row shards"),
+    "dist_muon": ({"optimizer": "dist_muon"}, "got dist_muon: it has no implementation"),
+    "layer-wise": (
+        {"use_layer_wise_distributed_optimizer": True},
+        "Megatron-FSDP has already sharded",
+    ),
+    "CPU offload": (
+        {"optimizer_cpu_offload": True},
+        "Megatron then steps copies of the parameters on the CPU",
+    ),
+    "CUDA graph": ({"optimizer_cuda_graph": True}, "the step checks gradients on the host"),
+}
+# The type decides rather than attribute names; version 2 has no wrapper of Megatron; after a
+# forward pass the module holds raw parameters, and a step of those would train nothing.
+REFUSED_MODELS = {
+    "type": "FullyShardedDataParallel, got LooksLikeFSDP",
+    "version 2": "FullyShardedDataParallel, got Sequential",
+    "late": "Build the optimizer before the first forward pass",
+}
 
 
-def _refuse() -> list[str]:
+def _refuse() -> dict[str, str]:
     """Ask for what is refused: settings, other wrappers, and an optimizer that comes too late."""
     import torch
 
@@ -327,41 +363,33 @@ def _refuse() -> list[str]:
         return "no error"
 
     model = build_model()
-    found = [
-        error_of(functools.partial(build_optimizer, model, **settings))
-        for settings, _ in REFUSED_SETTINGS
-    ]
-    found.append(error_of(lambda: FSDPMuonChainedOptimizer([], [LooksLikeFSDP(2, 2)], {})))
+    found = {
+        name: error_of(functools.partial(build_optimizer, model, **settings))
+        for name, (settings, _) in REFUSED_SETTINGS.items()
+    }
+    model_of_another_type = [LooksLikeFSDP(2, 2)]
+    found["type"] = error_of(lambda: FSDPMuonChainedOptimizer([], model_of_another_type, {}))
     sharded = torch.nn.Linear(2, 2)
     sharded.weight._mfsdp_parameter_group = None
-    found.append(error_of(lambda: build_optimizer(torch.nn.Sequential(sharded))))
+    found["version 2"] = error_of(lambda: build_optimizer(torch.nn.Sequential(sharded)))
     run_backward(model)
-    found.append(error_of(lambda: build_optimizer(model)))
+    found["late"] = error_of(lambda: build_optimizer(model))
     return found
 
 
 @functools.cache
-def refusals() -> list[str]:
+def refusals() -> dict[str, str]:
     """Run all refusals in one world."""
     return run_ranks(1, _refuse).check().results[0]
 
 
-@pytest.mark.parametrize("index", range(len(REFUSED_SETTINGS)))
-def test_factory_refuses_configurations_of_scripts_without_arguments(index):
+@pytest.mark.parametrize("name", REFUSED_SETTINGS)
+def test_factory_refuses_unsupported_configurations(name):
     """A script on megatron-core alone meets the same refusals as a command line."""
-    assert REFUSED_SETTINGS[index][1] in refusals()[index]
+    assert REFUSED_SETTINGS[name][1] in refusals()[name]
 
 
-def test_model_of_another_type_is_refused_whatever_methods_it_has():
-    """The type decides, not attribute names."""
-    assert "FullyShardedDataParallel, got LooksLikeFSDP" in refusals()[-3]
-
-
-def test_megatron_fsdp_v2_is_refused_without_a_wrapper():
-    """A model that a script passed to v2 itself, without Megatron's wrapper and its flags."""
-    assert "FullyShardedDataParallel, got Sequential" in refusals()[-2]
-
-
-def test_optimizer_is_built_before_the_first_forward():
-    """After a forward pass the module holds raw parameters; stepping those would train nothing."""
-    assert "Build the optimizer before the first forward pass" in refusals()[-1]
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_model_that_cannot_be_stepped_is_refused(name):
+    """Models of another type, of version 2, or after a forward pass."""
+    assert REFUSED_MODELS[name] in refusals()[name]

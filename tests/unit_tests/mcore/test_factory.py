@@ -129,7 +129,7 @@ def _parameter_that_asks_for_another_optimizer() -> list[str]:
     ]
 
 
-def test_parameter_that_asks_for_another_optimizer_gets_the_scalar_one():
+def test_parameter_may_ask_for_the_scalar_optimizer():
     """``use_muon = False`` is copied to the sharded parameter, and obeyed."""
     (found,) = run_ranks(1, _parameter_that_asks_for_another_optimizer).check().results
     assert found == ["AdamW", "FSDPZeROTensorParallelMuon"]
@@ -148,7 +148,7 @@ def _build_with_four_steps_of_cubic5() -> str:
     return "built"
 
 
-def test_steps_that_a_set_does_not_take_are_refused_at_construction():
+def test_invalid_num_ns_steps_is_refused_at_construction():
     """emerging-optimizers raised in the first step; with bf16 messages nobody did."""
     for said in run_ranks(2, _build_with_four_steps_of_cubic5).check().results:
         assert "ranks 0, 1: --muon-num-ns-steps: expected a number for cubic5" in said

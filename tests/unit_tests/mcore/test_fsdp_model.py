@@ -115,7 +115,7 @@ def results(world_size: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_rows_and_step_on_megatron_fsdp_shards_are_those_of_whole_matrices(name):
+def test_step_on_megatron_fsdp_shards_equals_whole_matrices(name):
     """Local rows and the assembled matrix equal the weights from before they were sharded.
 
     The same gradients in, bit-identical parameters out, QKV split across shards included.

@@ -51,7 +51,7 @@ NORM_TOLERANCE = 1e-5
 THREE_OF_ADAM = ("--optimizer", "adam", "--lr", "1e-3", *SHORT, "3")
 
 
-def test_norm_is_that_of_all_shards_where_instances_hold_different_ones():
+def test_norm_covers_shards_that_differ_between_instances():
     """At d98e8a64 the wrapper ignores HSDP's flag, and shards over all ranks all the same.
 
     A norm over one instance was that of half the gradients.
@@ -191,9 +191,7 @@ STAGES = (*PP, *HIGH)
         slow((4, STAGES), (4, (*V2, *STAGES)), 8, id="stages_of_v1"),
     ],
 )
-def test_checkpoint_loads_in_the_other_version_and_on_other_ranks(
-    before, after, num_samples, tmp_path
-):
+def test_checkpoint_loads_in_the_other_version_on_other_ranks(before, after, num_samples, tmp_path):
     """Parameters and state are the saved ones, bit for bit, under the same names."""
     batches = []
     for world_size, flags in (before, after):

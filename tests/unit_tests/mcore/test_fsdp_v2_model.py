@@ -177,7 +177,7 @@ def test_attributes_of_megatron_are_copied_to_shards():
     assert all(of_rank["copied"] == [False, 1, False, True] for of_rank in results())
 
 
-def test_gradients_are_cast_for_a_step_and_refused_where_replicas_have_others():
+def test_gradients_are_cast_or_refused_if_replicas_differ():
     """bf16 gradients of fp32 weights; one that HSDP did not reduce would let replicas drift."""
     problems, dtypes, num_synced, is_dropped = results()[0]["cast"]
     assert len(problems) == 1 and problems[0].startswith("second: expected a gradient with placem")

@@ -99,9 +99,7 @@ def _differences(kind: str, settings: dict[str, Any]) -> list[dict[str, float]]:
         slow(MEGATRON, {"mtp_num_layers": 1}, set(ZERO.values()), id="multi_token"),
     ],
 )
-def test_fused_gradients_are_the_unsharded_sum_and_are_not_without_the_repair(
-    kind, settings, broken
-):
+def test_fused_gradients_are_the_unsharded_sum_if_repaired(kind, settings, broken):
     """Main gradients of three microbatches on two ranks, under each strategy.
 
     On GPUs, where accumulation is fused unless a flag says otherwise, each microbatch under optim

@@ -197,7 +197,7 @@ def steps() -> list[dict[str, list[Any]]]:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", OWNERS)
 @pytest.mark.parametrize("norm_is_on", ["host", "device"])
-def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(norm_is_on, name, fault):
+def test_faulty_gradient_raises_on_all_ranks(norm_is_on, name, fault):
     """Neither Muon nor Adam moves when one rank lost a gradient of either, or has a NaN in it.
 
     Clipping by a norm that is NaN would carry it into every parameter. Where it is launched before
@@ -222,7 +222,7 @@ def test_step_after_faults_trains():
 
 
 @pytest.mark.parametrize(("case", "message"), REFUSED)
-def test_step_that_one_rank_cannot_take_raises_on_all_and_changes_nothing(case, message):
+def test_step_that_fails_on_one_rank_changes_nothing(case, message):
     """The same error on every rank, and the same main weights."""
     for found in steps():
         text, is_same = found[case.__name__]

@@ -98,7 +98,7 @@ def _local_range(param: Any, sharding: str) -> slice:
 
 
 @pytest.mark.parametrize(("world_size", "sharding"), [(3, "optim_grads_params"), (2, "no_shard")])
-def test_update_sees_no_dtensor_and_has_the_bits_of_upstreams_lion(world_size, sharding):
+def test_update_on_local_tensors_equals_upstreams_lion(world_size, sharding):
     """Its update is compiled, which on GPUs would trace DTensors of uneven placements.
 
     State stays the DTensors that checkpoints hold; empty shards are skipped.

@@ -112,7 +112,7 @@ assert not is_wrapped(DistributedDataParallel.__new__(DistributedDataParallel))
 
 
 @pytest.mark.slow
-def test_wrappers_are_found_and_repaired_in_the_modules_of_nightly(tree):
+def test_wrappers_are_repaired_in_the_modules_of_nightly(tree):
     """Two repairs of v2 vanished without a word there, and no model counted as wrapped."""
     move_adapters(tree)
     done = run_in(tree, "-c", MOVED)

@@ -105,7 +105,7 @@ def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
     return found
 
 
-def test_what_tensor_parallelism_replicates_is_orthogonalized_once():
+def test_tensor_parallel_replicas_are_orthogonalized_once():
     """In either mode. Copies of a router were matrices of two plans, and could differ on a GPU."""
     router = ["layer.2.weight", 1, [0, 1, 2, 3]]
     assert run_ranks(4, _owners_of_copies).check().results == [[[router]] * 2] * 4

@@ -185,7 +185,7 @@ def test_enable_refuses_a_misfit_of_any_package(monkeypatch, package, found):
         ({"torch": "3.0.0"}, True),
     ],
 )
-def test_versions_in_the_ranges_are_accepted_and_named_where_untested(caplog, changes, is_warned):
+def test_untested_versions_in_the_ranges_are_accepted_and_named(caplog, changes, is_warned):
     """A patch release, or a container's build, is tried: its symbols are verified all the same."""
     installed = {**GOOD_VERSIONS, **changes}
     assert versions.version_problems(installed) == []

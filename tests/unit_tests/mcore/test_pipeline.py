@@ -109,7 +109,7 @@ def _align(is_refused: bool) -> None:
 
 
 @pytest.mark.slow
-def test_aligned_gradients_of_stages_are_refused_and_would_train_something_else():
+def test_aligned_gradients_of_stages_are_refused():
     """The last stages never reduced theirs, and losses were others without a word."""
     aligned = fsdp_toy_gpt(ZERO[1], *PP, *HIGH)
     with pytest.raises(AssertionError) as caught:
@@ -149,7 +149,7 @@ def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
     assert torch.equal(weight.grad, 2 * grad)
 
 
-def test_layers_of_a_stage_are_named_by_their_position_in_the_model():
+def test_layers_of_a_stage_have_their_index_in_the_model():
     """The fifth and sixth layer of a model; other lists of layers keep their numbers."""
     chunk = torch.nn.Module()
     chunk.config = types.SimpleNamespace(pipeline_model_parallel_size=2)

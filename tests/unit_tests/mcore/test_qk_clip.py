@@ -178,7 +178,7 @@ def _step_adam_over_any_module() -> list[float]:
     return found
 
 
-def test_models_of_scripts_are_left_alone_or_refused_before_the_first_clip():
+def test_models_of_scripts_are_ignored_or_refused():
     """Any module may be inside; what upstream's clip fails on fails in the first step."""
     for nothing, refusal in run_ranks(1, _step_adam_over_any_module).check().results:
         assert nothing == "nothing"

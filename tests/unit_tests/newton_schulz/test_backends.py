@@ -367,7 +367,7 @@ def test_triton_is_tuned_over_six_configurations(monkeypatch):
     assert torch.equal(orthogonalized(stack, "symmetric"), found)
 
 
-def test_stack_that_starts_between_loads_of_the_kernels_is_copied():
+def test_unaligned_stack_is_copied():
     """Stacks lie end to end in memory: only the first is aligned for sure."""
     memory = torch.empty(3 + 16 * 32, dtype=torch.bfloat16)
     stack = memory[3:].view(1, 16, 32)

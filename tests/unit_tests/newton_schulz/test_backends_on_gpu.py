@@ -34,7 +34,7 @@ def _drawn(count: int, shape: tuple[int, int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_stack_of_one_has_upstreams_bits_and_larger_ones_do_not_mix_matrices(shape):
+def test_stack_equals_upstream_matrix_by_matrix(shape):
     """Where a matrix is in a stack, and what is beside it, changes no bit of it."""
     matrices = _drawn(max(2, min(8, MAX_ELEMENTS // (shape[0] * shape[1]))), shape)
     rows = torch.stack([whole_matrices.normalized_bf16(matrix) for matrix in matrices])

@@ -48,7 +48,7 @@ def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (32, 8), (4, 16)])
-def test_neighbours_and_slot_in_a_stack_of_one_size_do_not_matter(shape):
+def test_result_is_independent_of_the_other_matrices_in_a_stack(shape):
     """Results on any number of ranks are the same, whatever else an owner has or padding holds.
 
     Between stack sizes the last bits may differ: on a CPU for (32, 8), for one.

@@ -25,7 +25,7 @@ def _matrices(number: int, rows: int = 32) -> list:
 
 
 @pytest.mark.parametrize(("number", "expected"), [(2, 1), (8, 4), (32, 16), (100, 16)])
-def test_buckets_are_as_many_as_the_longest_matrix_fits_into_the_step(number, expected):
+def test_longest_matrix_limits_the_number_of_buckets(number, expected):
     """Two ranks own half of the matrices each; more than 16 buckets gain little."""
     plan = plan_of(_matrices(number), FREE)
     assert len(plan.buckets) == expected == plan.order.num_buckets
@@ -48,7 +48,7 @@ def test_one_long_matrix_makes_one_bucket():
 
 
 @given(matrix_lists(max_matrices=12), st.sampled_from([1, 2, 3, 5]))
-def test_every_owner_has_about_the_same_share_of_its_work_in_every_bucket(matrices, num_buckets):
+def test_work_of_every_owner_is_balanced_over_buckets(matrices, num_buckets):
     """By the longest of its matrices at most they differ."""
     plan = plan_of(matrices, max_owners=1, num_buckets=num_buckets)
     assert len(plan.buckets) <= num_buckets
@@ -68,7 +68,7 @@ def test_every_owner_has_about_the_same_share_of_its_work_in_every_bucket(matric
         assert max(of_buckets) - min(of_buckets) <= time_ns
 
 
-def test_memory_asks_for_less_in_flight_before_it_asks_for_more_buckets():
+def test_short_memory_reduces_depth_before_adding_buckets():
     """Depth costs overlap alone; a bucket more needs two collectives more."""
     plans = [plan_of(_matrices(64), FREE)]
     while not plans[1:] or plans[-1].staging_bytes < plans[-2].staging_bytes:
@@ -89,7 +89,7 @@ def test_results_of_replicas_come_back_in_several_scatters():
 
 @settings(max_examples=20)
 @given(matrix_lists(), st.sampled_from([5000, 10_000, 20_000, 2**31]))
-def test_plans_fit_into_the_memory_that_there_is_or_need_the_least(matrices, staging_bytes):
+def test_plans_fit_into_memory_or_need_the_least(matrices, staging_bytes):
     """What is named for a limit that cannot be kept is enough."""
     least, plan = (plan_of(matrices, staging_bytes=limit) for limit in (1, staging_bytes))
     assert plan.staging_bytes <= max(least.staging_bytes, staging_bytes)

@@ -108,7 +108,7 @@ def test_matrices_stay_on_a_rank_that_holds_them_whole():
     assert _owners(matrices) == ((0,), (1,), (0,), (1,))
 
 
-def test_whole_experts_stay_unless_that_costs_more_than_an_exchange():
+def test_whole_experts_stay_unless_an_exchange_costs_less():
     """Six experts on four ranks: four collectives moved 590 kB to shorten 3.4 ms by a sixth."""
     small, large = (
         [
@@ -125,7 +125,7 @@ def test_whole_experts_stay_unless_that_costs_more_than_an_exchange():
     assert len(set(_owners([*small, one_matrix([32] * 4, num_cols=128)], CPU_RANKS))) == 4
 
 
-def test_owners_are_on_the_node_that_holds_most_if_links_between_nodes_are_slow():
+def test_slow_links_keep_owners_on_the_node_with_most_rows():
     """Rank 9 holds most rows, but the node of rank 0 does; the link decides."""
     rows = [0] * 16
     rows[0], rows[1], rows[2], rows[9] = 30, 20, 20, 40
@@ -158,7 +158,7 @@ def test_matrix_longer_than_a_fair_share_is_split_if_that_pays():
     assert len(_owners([one_matrix([8] * 8)])[0]) == 1
 
 
-def test_split_matrices_are_placed_before_others_take_ranks_of_their_sets():
+def test_split_matrices_are_assigned_first():
     """Llama-3-8B on 512 ranks: whole matrices had one rank of a node each.
 
     Sets of eight then waited for ranks with two matrices, while 32 ranks had none: 26 % longer.

@@ -59,7 +59,7 @@ def test_without_replicas_the_way_back_is_the_way_there(plan):
 
 @settings(max_examples=50)
 @given(plans(max_matrices=12))
-def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(plan):
+def test_every_matrix_is_orthogonalized_by_its_owners_alone(plan):
     """In stacks of one shape.
 
     Also one that is split over just the ranks that hold replicas of it: such a matrix once counted
@@ -94,7 +94,7 @@ def test_owners_come_to_the_blocks_that_they_split_in_one_order(plan):
     assert all(len(found) == 1 for found in orders.values())
 
 
-def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
+def test_matrix_split_over_its_replicas_is_not_local():
     """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
     matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
     assignment = Assignment(((0, 1),), {0: 1, 1: 1})

@@ -33,7 +33,7 @@ def test_every_holder_gets_the_result_of_every_element_once(matrices, num_bucket
     _deliver(matrices, num_buckets, staging_bytes)
 
 
-def test_owners_know_what_others_send_to_the_holders_of_another_tensor_rank():
+def test_owners_know_messages_to_other_tensor_ranks():
     """Joined matrices are owned by any rank, others by those of their tensor rank alone.
 
     An owner on the other tensor rank once left these out, and sent more than its receiver had room

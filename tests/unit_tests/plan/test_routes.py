@@ -44,7 +44,7 @@ def _local(shard: np.ndarray, route: Route) -> np.ndarray:
 
 @settings(max_examples=50)
 @given(plans(max_matrices=4))
-def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(plan):
+def test_every_element_reaches_its_owner_once_and_returns(plan):
     """Routes fill each part exactly once, and restore every shard of every holder."""
     for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
         shards = _shards(plan, index)

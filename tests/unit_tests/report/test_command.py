@@ -58,7 +58,7 @@ def test_parallelism_of_a_dense_model(flags, num_matrices, world_size, capsys):
     assert report["busiest_over_ideal"] < 1.3
 
 
-def test_experts_stay_whole_and_dense_matrices_fill_what_they_leave(capsys):
+def test_dense_matrices_balance_whole_experts(capsys):
     """Of 12,288 expert matrices over 8 ranks each, most lie whole on a rank and stay there.
 
     If all of these stay, 3 % of the elements travel, and the busiest rank has 1.18 times the ideal.

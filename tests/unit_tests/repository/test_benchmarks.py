@@ -5,15 +5,14 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.commands import run_command
+from helpers.commands import run_command, train_forked
 from helpers.ranks import ROOT, launch
-from launched_run import TrainingLog
 
 # What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
 # Whoever removes an operation lowers them, here and there; nothing may raise them unseen.
@@ -41,15 +40,6 @@ def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
     assert "| owner |" in run.outputs[0]
 
 
-def _train_forked(ranks: int, arguments: Sequence[str]) -> TrainingLog:
-    """Train as ``launched_run.train`` does, on forked ranks in place of torchrun's."""
-    log = TrainingLog()
-    for output in launch(ranks, arguments).check().outputs:
-        for line in output.splitlines():
-            log.feed(line)
-    return log
-
-
 def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import a benchmark under another name: modules of the package have the same ones."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -64,7 +54,7 @@ def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_saves_measure_muon_beside_adam(tmp_path, monkeypatch, capsys):
     """Muon keeps one state where Adam keeps two, so its checkpoint is smaller."""
     benchmark = _benchmark("training_step", monkeypatch)
-    monkeypatch.setattr(benchmark, "train", _train_forked)
+    monkeypatch.setattr(benchmark, "train", train_forked)
     path = tmp_path / "saves.json"
     flags = ["--saves", "--hidden", "64", "--layers", "1", "--passes", "1", "--json", str(path)]
     runs = ["--runs", "FSDP, adam", "FSDP, muon, owner"]
@@ -77,6 +67,7 @@ def test_saves_measure_muon_beside_adam(tmp_path, monkeypatch, capsys):
     assert "| FSDP, muon, owner |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
     """Operations, bytes, collectives and host reads of a step are counts: no machine changes them.
@@ -105,24 +96,27 @@ def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_host_time_counts_few_launches(tmp_path):
+@pytest.mark.ranks
+def test_host_time_counts_few_launches(monkeypatch):
     """Launches of a whole step beside products and collectives are counts: no machine changes them.
 
     Times are printed, and not tested.
     """
-    path = tmp_path / "host.json"
-    flags = ["--jobs", "llama3-8b-64", "--json", str(path)]
-    run = run_command(sys.executable, "benchmarks/host_time.py", *flags)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(path.read_text())["llama3-8b-64"]
+    benchmark = _benchmark("host_time", monkeypatch)
+
+    def figures(part: str, job: str) -> dict[str, float]:
+        """Measure on a forked rank in place of a process that imports megatron."""
+        run = launch(1, ["--part", part, "--jobs", job], script=Path(benchmark.__file__)).check()
+        return json.loads(run.outputs[0].splitlines()[-1])
+
+    job = "llama3-8b-64"
+    found = figures("engine", job) | figures("outer", job)
     # A step of nothing would launch nothing.
     assert found["stacks"] < found["own_launches"] + found["engine_launches"] <= 40
-    assert "| llama3-8b-64 |" in run.stdout
+    assert list(benchmark.table({job: found}))[-1].startswith(f"| {job} |")
     assert min(value for name, value in found.items() if name.endswith("_us")) > 0
     # Of experts the engine alone, whose launches are most of a step's.
-    script = ["scripts/cpu_ranks", "benchmarks/host_time.py"]
-    run = run_command(sys.executable, *script, "--part", "engine", "--jobs", "qwen3-30b-64")
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = figures("engine", "qwen3-30b-64")
     assert found["stacks"] < found["engine_launches"] <= 66
 
 

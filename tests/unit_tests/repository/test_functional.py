@@ -82,7 +82,7 @@ def test_cpu_case_passes_every_rule(case):
 
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.slow
-def test_broken_optimizer_fails_the_comparison_with_the_unsharded_run(broken):
+def test_broken_optimizer_fails_the_unsharded_rule(broken):
     """One that does nothing, skips Newton-Schulz, or updates the rows of rank 0 alone.
 
     Megatron's 5 % pass all of them but the first, which does not even learn the embeddings.

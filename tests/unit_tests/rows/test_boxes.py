@@ -111,7 +111,7 @@ def test_placements_that_version_1_leaves_out_replicate():
 
 
 @given(fsdp2_layouts(), st.data())
-def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout, data):
+def test_matrices_tile_a_parameter(layout, data):
     """Reassembled from the views of all ranks, blocks are those of the whole parameter."""
     mesh_shape, placements, shape = layout
     boxes = boxes_of_placements.__wrapped__(_mesh(mesh_shape), placements, shape)

@@ -68,16 +68,26 @@ def test_ranks_without_problems_go_on():
         assert (found["sound"], found["same"], found["after"]) == ("no error",) * 3
 
 
-def test_problem_of_one_rank_is_raised_by_all():
-    """The message names the rank, its problem and what to do."""
-    for found in verdicts():
-        assert "rank 1: broken" in found["one"] and found["one"].endswith("Stop.")
+SAME = "lists: expected the same on all ranks"
 
 
-def test_equal_problems_are_named_once_with_their_ranks():
-    """A thousand ranks with the same problem make one line."""
+@pytest.mark.parametrize(
+    ("case", "texts"),
+    [
+        ("one", ["rank 1: broken"]),
+        # A thousand ranks with the same problem make one line.
+        ("shared", ["ranks 1, 2: broken", "rank 0: other"]),
+        # The count comes from a tensor of the device, the sentence from the rank that counted.
+        ("suspect", ["rank 1: NaN"]),
+        ("other", [SAME, "rank 2 has 'c' where rank 0 has 'b'"]),
+        ("longer", [SAME, "rank 1 has 'b' where rank 0 has 'nothing'"]),
+    ],
+)
+def test_problems_are_raised_on_all_ranks(case, texts):
+    """The error names the ranks, their problems, and the remedy."""
     for found in verdicts():
-        assert "ranks 1, 2: broken" in found["shared"] and "rank 0: other" in found["shared"]
+        assert all(text in found[case] for text in texts)
+        assert found[case].endswith("Stop.")
 
 
 def test_long_lists_of_problems_are_cut():
@@ -86,21 +96,7 @@ def test_long_lists_of_problems_are_cut():
         assert found["many"].count("problem ") == 20 and "... and 5 more" in found["many"]
 
 
-def test_problem_that_only_the_device_knows_of_is_explained():
-    """The count comes from a tensor, the sentence from the rank that counted."""
-    for found in verdicts():
-        assert "rank 1: NaN" in found["suspect"]
-
-
 def test_other_groups_are_left_alone():
     """Ranks outside of the group neither take part nor fail."""
     assert [found["group"][:8] for found in verdicts()] == ["no error", "no error", "Stopping"]
     assert "rank 2: broken" in verdicts()[2]["group"]
-
-
-def test_entries_that_differ_are_named():
-    """The first that is another one, or that a rank has beyond the others."""
-    for found in verdicts():
-        assert "lists: expected the same on all ranks" in found["other"]
-        assert "rank 2 has 'c' where rank 0 has 'b'" in found["other"]
-        assert "rank 1 has 'b' where rank 0 has 'nothing'" in found["longer"]

@@ -48,7 +48,7 @@ def test_gloo_starts_a_collective_when_the_step_waits_for_it():
     ]
 
 
-def test_second_stream_waits_for_the_step_and_for_the_work_before_it_starts():
+def test_second_stream_waits_for_the_step_and_earlier_work():
     """The calls that a GPU gets: the stream of the step is made to wait for nothing."""
     log: list[str] = []
     current = "the stream of the step"

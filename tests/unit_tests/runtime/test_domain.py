@@ -71,7 +71,7 @@ def _domains() -> list[Any]:
     ]
 
 
-def test_domain_has_shards_and_their_replicas_and_wrong_groups_are_refused_on_all_ranks():
+def test_domain_is_shards_and_replicas_of_consistent_groups():
     """Two replicas of two shards are one domain; a rank whose group others lack is an error."""
     for rank, (ranks, holders, replicas, error) in enumerate(
         run_ranks(4, _domains).check().results

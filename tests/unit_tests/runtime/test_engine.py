@@ -186,7 +186,7 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
 
 
 @pytest.mark.megatron
-def test_staging_memory_lives_in_a_step_alone_and_stays_within_the_limit():
+def test_staging_memory_is_freed_and_within_the_limit():
     """Between steps the allocator has it, and in a step it is what the report says."""
     run = run_ranks(2, each_of, _memory_of_steps, [[None], [30_000]]).check()
     for (before, free, free_bytes), (after, limited, limited_bytes) in run.results:
@@ -273,7 +273,7 @@ def _step_after_an_abandoned_one() -> list[str]:
 
 
 @pytest.mark.megatron
-def test_exception_in_the_callers_loop_leaves_nothing_to_the_next_step():
+def test_exception_in_a_step_leaves_nothing_to_the_next():
     """Norms of a step that ended early were added to the next one, which failed on that rank."""
     assert run_ranks(1, _step_after_an_abandoned_one).check().results == [[]]
 
@@ -303,7 +303,7 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
 
 @pytest.mark.megatron
 @pytest.mark.cpu_only
-def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used():
+def test_messages_of_an_abandoned_step_are_waited_for():
     """Gathers, and what replicas pass on, may still read and write it."""
     grids = [[{}], [{"num_replicas": 2}]]
     by_rank = run_ranks(2, each_of, _step_after_messages_were_left, grids).check().results
@@ -326,7 +326,7 @@ def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:
     return [len(first), len(second)]
 
 
-def test_groups_are_made_by_ranks_that_are_in_different_numbers_of_groups():
+def test_ranks_in_different_numbers_of_groups_make_them():
     """With use_local_synchronization the ranks would give a group different names, and hang."""
     run = run_ranks(3, _groups_of_ranks_that_are_in_different_numbers_of_groups).check()
     assert run.results == [[1, 1], [0, 2], [0, 2]]

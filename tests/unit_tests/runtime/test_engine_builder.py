@@ -125,7 +125,7 @@ def _build_within(limit: int) -> str:
     return str(built.sharded.engine.staging_bytes)
 
 
-def test_limit_that_no_plan_keeps_names_the_largest_matrix_and_the_least_that_works():
+def test_infeasible_memory_limit_names_the_least_that_works():
     """On all ranks, at construction; and what it names does work."""
     ((refusal,), _) = run_ranks(2, each_of, _build_within, [[1000]]).check().results
     assert "expected at most 1,000 bytes a rank, got" in refusal

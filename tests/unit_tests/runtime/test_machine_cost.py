@@ -101,7 +101,7 @@ def test_ranks_use_the_backends_that_all_of_them_have():
         assert found[1][1] == found[4][1] == ["gram"] * 3
 
 
-def test_what_one_rank_lacks_or_sets_otherwise_is_an_error_on_all():
+def test_setting_that_differs_on_one_rank_is_an_error_on_all():
     """Never another backend in its place without a word, nor another scale on one rank."""
     lacking = "Use --muon-fsdp-newton-schulz standard, or auto for what this machine can"
     differ = "Muon settings: expected the same on all ranks"

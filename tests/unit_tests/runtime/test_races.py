@@ -113,7 +113,7 @@ def _random_layouts(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_results_do_not_depend_on_when_messages_are_read_and_arrive():
+def test_results_do_not_depend_on_the_timing_of_messages():
     """Late, at once or as gloo does it: the same bits, and nobody touches a buffer under way."""
     for result in run_ranks(4, _random_layouts, 1).check().results:
         assert result["wrong"] == []
@@ -297,7 +297,7 @@ def _each_collective(when: str) -> list[str]:
     return wrong
 
 
-def test_collectives_that_are_delayed_give_the_same_and_breaches_are_named():
+def test_delayed_collectives_name_breaches():
     """The helper itself: results, NaN meanwhile, and each way to touch a buffer too early."""
     modes = [["at_wait"], ["at_launch"]]
     assert run_ranks(2, each_of, _each_collective, modes).check().results == [[[], []]] * 2

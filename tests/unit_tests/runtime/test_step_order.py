@@ -59,7 +59,7 @@ def _order_of_a_step(depth: int, num_buckets: int, has_replicas: bool) -> list[A
 
 
 @pytest.mark.megatron
-def test_traffic_of_other_buckets_is_under_way_during_newton_schulz():
+def test_other_buckets_are_in_flight_during_newton_schulz():
     """The order is that of plan/schedule.py."""
     depths = [1, 2, 5]
     by_rank = run_ranks(4, each_of, _order_of_a_step, [(depth, 5, False) for depth in depths])

@@ -126,7 +126,7 @@ def _two_kinds(
 
 @pytest.mark.parametrize("has_replicas", [False, True], ids=["one_copy", "replicas"])
 @pytest.mark.parametrize("num_buckets", [16, 1], ids=["many_buckets", "one_bucket"])
-def test_ranks_with_other_experts_share_the_schedule_of_dense_matrices(num_buckets, has_replicas):
+def test_ranks_with_other_experts_share_the_dense_schedule(num_buckets, has_replicas):
     """Their buckets are more or fewer, and come in another order between those of all ranks.
 
     A rank that waited for another in a circle would wait for ever. Replicas pass results of both

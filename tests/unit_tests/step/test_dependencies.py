@@ -3,17 +3,17 @@
 """Releases that lack what is relied on are refused with the name; others work."""
 
 import re
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
+from helpers.commands import run_command
 from helpers.device import init_group
 from helpers.fsdp2_models import uneven
 from helpers.later_releases import pretend_emerging_optimizers_0_5
-from helpers.ranks import ROOT, run_ranks
+from helpers.ranks import run_ranks
 from torch.distributed.tensor import placement_types
 
 from megatron_muon import enable, is_enabled
@@ -84,9 +84,7 @@ from emerging_optimizers.orthogonalized_optimizers import muon, muon_utils
 del muon_utils.batched_newton_schulz_step, muon.MuonScaleT
 import megatron_muon.fsdp2
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    done = run_command(sys.executable, "-c", program)
     assert done.returncode == 1
     for name in ("muon.MuonScaleT", "muon_utils.batched_newton_schulz_step"):
         assert f"orthogonalized_optimizers.{name}: expected it for" in done.stderr
@@ -113,15 +111,9 @@ NO_DOCSTRING = r"got AttributeError\(.'NoneType' object has no attribute 'format
     ],
 )
 @pytest.mark.slow
-def test_error_of_an_import_is_shown_in_place_of_what_follows_from_it(options, before, does, said):
+def test_error_of_an_import_replaces_its_consequences(options, before, does, said):
     """Without absl-py ten symbols of the right release were missing, and absl was not named."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", before + does],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
+    done = run_command(sys.executable, *options, "-c", before + does)
     assert done.returncode == 1
     assert re.search(rf"emerging-optimizers \S+: expected its import to work, {said}", done.stderr)
     assert "got none in" not in done.stderr
@@ -184,7 +176,7 @@ def _step_later_release() -> tuple[list[bool], str]:
 
 
 @pytest.mark.ranks
-def test_later_emerging_optimizers_has_its_own_coefficients_and_limits():
+def test_later_emerging_optimizers_has_its_own_coefficients():
     """Images of Megatron's main may bring 0.4, whose cubic5 takes five steps and no others."""
     for equal, said in run_ranks(2, _step_later_release).check().results:
         assert len(equal) > 1 and all(equal)
