@@ -143,7 +143,7 @@ def _difference_from_torch(device: torch.device) -> str | None:
         What differs, or the error of the compiler; None where all bits are equal.
     """
     generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(48, 100, generator=generator) * torch.logspace(-30, 30, 100)
+    wide = torch.randn(96, 100, generator=generator) * torch.logspace(-30, 30, 100)
     wide = wide.to(device)
     narrow = wide.bfloat16()
     norms = torch.tensor([3.7, 0.2], device=device)
@@ -157,8 +157,9 @@ def _difference_from_torch(device: torch.device) -> str | None:
         found = []
         for by_kernel in (True, False):
             moved = torch.zeros_like(target)
-            # Whole rows are moved as one long one; a slice of columns row by row.
-            pairs = [(source[:8], moved[:8]), (source[8:, 3:53], moved[8:, 3:53])]
+            # Whole rows are moved as one long one, whose full tile takes wide loads; a slice of
+            # columns row by row.
+            pairs = [(source[:48], moved[:48]), (source[48:, 3:53], moved[48:, 3:53])]
             try:
                 RowMoves(
                     pairs, norms=positions, factors=factors, device=device, by_kernel=by_kernel

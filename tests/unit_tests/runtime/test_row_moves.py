@@ -49,7 +49,7 @@ def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> t
 
 
 def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
-    """Return cases of sources, targets, norms and factors: dense, column pieces, transposed."""
+    """Return cases of sources, targets, norms and factors: contiguous, sliced, transposed."""
     # Nothing below the normal numbers, not even a quotient: some CPUs convert it to zero.
     special = torch.tensor([[float("nan"), float("inf"), -float("inf"), 0.0, -0.0]])
     wide = torch.randn(70, 130, generator=generator) * torch.logspace(-25, 25, 130)
@@ -74,8 +74,10 @@ def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
         cases.append(
             (
                 shapes,
-                [torch.zeros(9 + each.shape[0], 5 + each.shape[1], dtype=target_dtype)
-                 [4 : 4 + each.shape[0], 5:] for each in shapes],
+                # Full tiles of contiguous rows at aligned and at other addresses, then gaps.
+                [torch.zeros(each.shape, dtype=target_dtype) for each in shapes[:2]]
+                + [torch.zeros(9 + each.shape[0], 5 + each.shape[1], dtype=target_dtype)
+                   [4 : 4 + each.shape[0], 5:] for each in shapes[2:]],
                 [2, 0, 1, 1, 0] if divides else None,
                 [(0.3, 1.0), (0.2, 0.7), (1.0, 1.0), (1.3, 0.1), (0.9, 3.0)] if scales else None,
             )
