@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Elements that one program of the kernel moves, and how many its threads hold at a time: eight warps
-# with eight elements a thread read and write 16 bytes in one instruction, in 80 registers at most.
+# Elements that one program of the kernel moves, and the elements that its threads hold at a time:
+# eight warps with eight elements a thread access 16 bytes at once, in 80 registers at most.
 TILE = 4096
 PIECE = 2048
 NUM_WARPS = 8

@@ -122,7 +122,7 @@ def uses_kernel(device: torch.device) -> bool:
         return False
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False
-    difference = _difference_from_torch(device)
+    difference = difference_from_torch(device)
     if difference is not None:
         logger.warning("the kernel that moves rows is not used on %s: %s", device, difference)
     return difference is None
@@ -136,7 +136,7 @@ def _kernel() -> ModuleType:
     return row_kernel
 
 
-def _difference_from_torch(device: torch.device) -> str | None:
+def difference_from_torch(device: torch.device) -> str | None:
     """Compare the kernel with torch's own functions, which also compiles it.
 
     Returns:

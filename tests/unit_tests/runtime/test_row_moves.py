@@ -205,7 +205,7 @@ def test_kernel_that_differs_is_not_used_and_logged(monkeypatch, caplog):
     row_moves.uses_kernel.cache_clear()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")
-    monkeypatch.setattr(row_moves, "_difference_from_torch", lambda device: "other bits")
+    monkeypatch.setattr(row_moves, "difference_from_torch", lambda device: "other bits")
     with caplog.at_level(logging.WARNING):
         assert not row_moves.uses_kernel(CPU)
     assert "other bits" in caplog.text
@@ -219,7 +219,7 @@ if __name__ == "__main__":
             [
                 torch_bits == kernel_bits,
                 all(any(each) for each in kernel_bits),
-                row_moves._difference_from_torch(CPU),
+                row_moves.difference_from_torch(CPU),
             ]
         )
     )
