@@ -13,8 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-# Elements that one program of the kernel moves.
+# Elements that one program of the kernel moves, and the elements that its threads hold at a time:
+# eight warps with eight elements a thread access 16 bytes at once, in 80 registers at most.
 TILE = 4096
+PIECE = 2048
+NUM_WARPS = 8
 # Numbers of a rectangle: allocation, first element and two strides of its source, the same of its
 # target, rows, columns, and the position of its norm.
 WIDTH = 11
@@ -159,6 +162,8 @@ def launch(table: RowTable, pointers: torch.Tensor, norms: torch.Tensor | None) 
         MULTIPLIES=norms is not None and not table.divides,
         WIDTH=WIDTH,
         TILE=TILE,
+        PIECE=PIECE,
+        num_warps=NUM_WARPS,
     )
 
 
@@ -175,38 +180,78 @@ def _move(
     MULTIPLIES: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    PIECE: tl.constexpr,
 ) -> None:
-    # One program for each tile; see WIDTH for what the numbers of a rectangle are.
+    # One program for each tile; see WIDTH for the numbers of a rectangle. bfloat16 is moved as
+    # integers, as it is the upper half of float32.
+    SOURCE: tl.constexpr = tl.int16 if SOURCE_IS_BF16 else tl.float32
+    TARGET: tl.constexpr = tl.int16 if TARGET_IS_BF16 else tl.float32
     program = tl.program_id(0)
     number = tl.load(tiles + 2 * program)
+    first = tl.load(tiles + 2 * program + 1)
     move = moves + number * WIDTH
-    source = tl.load(pointers + tl.load(move))
-    target = tl.load(pointers + tl.load(move + 4))
+    source = tl.load(pointers + tl.load(move)).to(tl.pointer_type(SOURCE)) + tl.load(move + 1)
+    target = tl.load(pointers + tl.load(move + 4)).to(tl.pointer_type(TARGET)) + tl.load(move + 5)
+    num_rows = tl.load(move + 8).to(tl.int32)
     num_cols = tl.load(move + 9).to(tl.int32)
-    index = tl.load(tiles + 2 * program + 1) + tl.arange(0, TILE)
-    is_inside = index < tl.load(move + 8).to(tl.int32) * num_cols
-    row = (index // num_cols).to(tl.int64)
-    col = (index % num_cols).to(tl.int64)
-    from_ = tl.load(move + 1) + row * tl.load(move + 2) + col * tl.load(move + 3)
-    to = tl.load(move + 5) + row * tl.load(move + 6) + col * tl.load(move + 7)
-    if SOURCE_IS_BF16:
-        # bfloat16 is the upper half of float32.
-        bits = tl.load(source.to(tl.pointer_type(tl.int16)) + from_, mask=is_inside, other=0)
-        value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    factor0 = tl.load(factors + 2 * number)
+    factor1 = tl.load(factors + 2 * number + 1)
+    norm = factor0
+    if DIVIDES or MULTIPLIES:
+        norm = tl.load(norms + tl.load(move + 10))
+    is_aligned = (source.to(tl.int64) | target.to(tl.int64)) % 16 == 0
+    if (num_rows == 1) & (first + TILE <= num_cols) & is_aligned:
+        # Nearly all tiles. Without masks, at addresses that are known to be multiples of 16 bytes,
+        # loads and stores are as wide as they get.
+        source = tl.multiple_of(source + first, 16)
+        target = tl.multiple_of(target + first, 16)
+        for piece in range(0, TILE, PIECE):
+            index = piece + tl.arange(0, PIECE)
+            value = _to_float32(tl.load(source + index), SOURCE_IS_BF16)
+            value = _scaled(value, norm, factor0, factor1, DIVIDES, MULTIPLIES)
+            tl.store(target + index, _rounded(value, TARGET_IS_BF16))
     else:
-        value = tl.load(source.to(tl.pointer_type(tl.float32)) + from_, mask=is_inside, other=0.0)
+        for piece in range(0, TILE, PIECE):
+            index = first + piece + tl.arange(0, PIECE)
+            is_inside = index < num_rows * num_cols
+            row = (index // num_cols).to(tl.int64)
+            col = (index % num_cols).to(tl.int64)
+            from_ = source + row * tl.load(move + 2) + col * tl.load(move + 3)
+            to = target + row * tl.load(move + 6) + col * tl.load(move + 7)
+            value = _to_float32(tl.load(from_, mask=is_inside, other=0), SOURCE_IS_BF16)
+            value = _scaled(value, norm, factor0, factor1, DIVIDES, MULTIPLIES)
+            tl.store(to, _rounded(value, TARGET_IS_BF16), mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _to_float32(value: tl.tensor, IS_BF16: tl.constexpr) -> tl.tensor:
+    if IS_BF16:
+        value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scaled(
+    value: tl.tensor,
+    norm: tl.tensor,
+    factor0: tl.tensor,
+    factor1: tl.tensor,
+    DIVIDES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+) -> tl.tensor:
     if DIVIDES:
         # IEEE's quotient, as torch's: Triton's own is approximate.
-        value = tl.div_rn(value, tl.load(norms + tl.load(move + 10)))
-    else:
-        if MULTIPLIES:
-            value = value * tl.load(norms + tl.load(move + 10))
-        value = value * tl.load(factors + 2 * number) * tl.load(factors + 2 * number + 1)
-    if TARGET_IS_BF16:
+        return tl.div_rn(value, norm)
+    if MULTIPLIES:
+        value = value * norm
+    return value * factor0 * factor1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(value: tl.tensor, TO_BF16: tl.constexpr) -> tl.tensor:
+    if TO_BF16:
         # To the nearest, ties to even: Triton's interpreter would cut the lower bits off.
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(value == value, rounded, 0x7FC0)
-        tl.store(target.to(tl.pointer_type(tl.int16)) + to, rounded.to(tl.int16), mask=is_inside)
-    else:
-        tl.store(target.to(tl.pointer_type(tl.float32)) + to, value, mask=is_inside)
+        value = tl.where(value == value, rounded, 0x7FC0).to(tl.int16)
+    return value

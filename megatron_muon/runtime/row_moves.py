@@ -122,7 +122,7 @@ def uses_kernel(device: torch.device) -> bool:
         return False
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False
-    difference = _difference_from_torch(device)
+    difference = difference_from_torch(device)
     if difference is not None:
         logger.warning("the kernel that moves rows is not used on %s: %s", device, difference)
     return difference is None
@@ -136,14 +136,14 @@ def _kernel() -> ModuleType:
     return row_kernel
 
 
-def _difference_from_torch(device: torch.device) -> str | None:
+def difference_from_torch(device: torch.device) -> str | None:
     """Compare the kernel with torch's own functions, which also compiles it.
 
     Returns:
         What differs, or the error of the compiler; None where all bits are equal.
     """
     generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(48, 100, generator=generator) * torch.logspace(-30, 30, 100)
+    wide = torch.randn(96, 100, generator=generator) * torch.logspace(-30, 30, 100)
     wide = wide.to(device)
     narrow = wide.bfloat16()
     norms = torch.tensor([3.7, 0.2], device=device)
@@ -157,8 +157,9 @@ def _difference_from_torch(device: torch.device) -> str | None:
         found = []
         for by_kernel in (True, False):
             moved = torch.zeros_like(target)
-            # Whole rows are moved as one long one; a slice of columns row by row.
-            pairs = [(source[:8], moved[:8]), (source[8:, 3:53], moved[8:, 3:53])]
+            # Whole rows are moved as one long one, whose full tile takes wide loads; a slice of
+            # columns row by row.
+            pairs = [(source[:48], moved[:48]), (source[48:, 3:53], moved[48:, 3:53])]
             try:
                 RowMoves(
                     pairs, norms=positions, factors=factors, device=device, by_kernel=by_kernel

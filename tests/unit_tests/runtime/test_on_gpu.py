@@ -242,7 +242,7 @@ def _kernel_of_rows() -> list[Any]:
     from megatron_muon.runtime import row_moves
 
     init_group()
-    return [row_moves._difference_from_torch(device()), row_moves.uses_kernel(device())]
+    return [row_moves.difference_from_torch(device()), row_moves.uses_kernel(device())]
 
 
 def test_kernel_that_moves_rows_has_the_bits_of_torch():

@@ -48,7 +48,7 @@ def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> t
 
 
 def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
-    """Return cases of sources, targets, norms and factors: dense, column pieces, transposed."""
+    """Return cases of sources, targets, norms and factors: contiguous, sliced, transposed."""
     # Nothing below the normal numbers, not even a quotient: some CPUs convert it to zero.
     special = torch.tensor([[float("nan"), float("inf"), -float("inf"), 0.0, -0.0]])
     wide = torch.randn(70, 130, generator=generator) * torch.logspace(-25, 25, 130)
@@ -73,8 +73,10 @@ def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
         cases.append(
             (
                 shapes,
-                [torch.zeros(9 + each.shape[0], 5 + each.shape[1], dtype=target_dtype)
-                 [4 : 4 + each.shape[0], 5:] for each in shapes],
+                # Full tiles of contiguous rows at aligned and at other addresses, then gaps.
+                [torch.zeros(each.shape, dtype=target_dtype) for each in shapes[:2]]
+                + [torch.zeros(9 + each.shape[0], 5 + each.shape[1], dtype=target_dtype)
+                   [4 : 4 + each.shape[0], 5:] for each in shapes[2:]],
                 [2, 0, 1, 1, 0] if divides else None,
                 [(0.3, 1.0), (0.2, 0.7), (1.0, 1.0), (1.3, 0.1), (0.9, 3.0)] if scales else None,
             )
@@ -202,7 +204,7 @@ def test_kernel_that_differs_is_not_used_and_logged(monkeypatch, caplog):
     row_moves.uses_kernel.cache_clear()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")
-    monkeypatch.setattr(row_moves, "_difference_from_torch", lambda device: "other bits")
+    monkeypatch.setattr(row_moves, "difference_from_torch", lambda device: "other bits")
     with caplog.at_level(logging.WARNING):
         assert not row_moves.uses_kernel(CPU)
     assert "other bits" in caplog.text
@@ -216,7 +218,7 @@ if __name__ == "__main__":
             [
                 torch_bits == kernel_bits,
                 all(any(each) for each in kernel_bits),
-                row_moves._difference_from_torch(CPU),
+                row_moves.difference_from_torch(CPU),
             ]
         )
     )

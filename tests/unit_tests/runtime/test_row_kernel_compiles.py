@@ -1,0 +1,82 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel that moves rows, compiled for GPUs that are not there: registers and widths.
+
+Triton compiles for any architecture, and its wheel brings the disassembler; nothing is launched.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_ARGUMENTS = {
+    "moves": "*i64",
+    "tiles": "*i32",
+    "factors": "*fp32",
+    "pointers": "*i64",
+    "norms": "*fp32",
+}
+# Whether the source and the target are bf16, whether the norm divides, whether it multiplies.
+_MOVES = {
+    "fp32 to bf16, divided": (False, True, True, False),
+    "fp32 to fp32, divided": (False, False, True, False),
+    "bf16 to fp32, by factors": (True, False, False, False),
+    "bf16 to bf16, by factors": (True, True, False, False),
+    "fp32 to fp32, by a norm": (False, False, False, True),
+}
+
+
+def _inspect(program: str, *options: str, cubin: Path) -> str:
+    command = [str(_BINARIES / program), *options, str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (_BINARIES / "nvdisasm").exists(), reason="needs Triton's NVIDIA backend")
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+def test_row_kernel_has_few_registers_and_wide_accesses(architecture, tmp_path, monkeypatch):
+    """At most 80 registers (three blocks of eight warps an SM), no spill, 16 bytes an access."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_muon.runtime import row_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    for name, (source_is_bf16, target_is_bf16, divides, multiplies) in _MOVES.items():
+        constants = {
+            "SOURCE_IS_BF16": source_is_bf16,
+            "TARGET_IS_BF16": target_is_bf16,
+            "DIVIDES": divides,
+            "MULTIPLIES": multiplies,
+            "WIDTH": row_kernel.WIDTH,
+            "TILE": row_kernel.TILE,
+            "PIECE": row_kernel.PIECE,
+        }
+        source = ASTSource(
+            fn=row_kernel._move,
+            signature=_ARGUMENTS | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            # torch aligns allocations, and the launcher specializes for multiples of 16.
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(_ARGUMENTS))},
+        )
+        target = GPUTarget("cuda", architecture, 32)
+        options = {"num_warps": row_kernel.NUM_WARPS}
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(triton.compile(source, target=target, options=options).asm["cubin"])
+        usage = re.search(
+            r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", _inspect("cuobjdump", "-res-usage", cubin=cubin)
+        )
+        assert usage is not None, name
+        registers, stack, local = map(int, usage.groups())
+        assert registers <= 80, name
+        assert (stack, local) == (0, 0), name
+        code = _inspect("nvdisasm", "-c", cubin=cubin)
+        # Two pieces of 16 bytes a thread, or four where an element has 4 bytes.
+        for instruction, is_bf16 in (("LDG", source_is_bf16), ("STG", target_is_bf16)):
+            accesses = re.findall(rf"\b{instruction}\.E(?:\.\w+)*?\.128\b", code)
+            assert len(accesses) == (2 if is_bf16 else 4), (name, instruction)
