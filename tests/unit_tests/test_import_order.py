@@ -27,6 +27,10 @@ LAYERS: dict[str, tuple[str, str]] = {
     "fsdp2": ("newton_schulz plan runtime rows step", "torch"),
     "checkpoint": ("", "torch"),
     "mcore": ("user_errors newton_schulz plan runtime rows step checkpoint", "torch megatron"),
+    "check": (
+        "newton_schulz plan report runtime rows step fsdp2 mcore",
+        "torch",
+    ),
     "launcher": ("user_errors mcore", "torch megatron"),
     # What it exports. All but mcore.enable and mcore.versions is imported at first use.
     "__init__": ("plan mcore", ""),
