@@ -15,7 +15,7 @@ from megatron_muon.newton_schulz.backend import Backend, NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
-from megatron_muon.plan.sizes import Stack
+from megatron_muon.plan.sizes import Stack, num_elements
 from megatron_muon.runtime.exchange import RouteView
 from megatron_muon.runtime.norms import BlockNorms, Moments
 from megatron_muon.runtime.row_moves import RowMoves
@@ -290,7 +290,7 @@ class StackBuffers:
 
     Args:
         stacks: Shapes of the stacks.
-        memory: Flat, with as many elements.
+        memory: Flat, with :func:`num_elements` of all stacks.
 
     Attributes:
         stacks: The stacks with their tensors, ``(num_matrices, rows, cols)``.
@@ -305,9 +305,9 @@ class StackBuffers:
         offset = 0
         for number, stack in enumerate(stacks):
             shape = (len(stack), stack[0].num_rows, stack[0].num_cols)
-            size = math.prod(shape)
-            self.stacks.append((stack, memory[offset : offset + size].view(shape)))
-            offset += size
+            tensor = memory[offset : offset + math.prod(shape)].view(shape)
+            self.stacks.append((stack, tensor))
+            offset += num_elements(stack)
             for index, part in enumerate(stack):
                 self._position[part.matrix, part.block] = (number, index)
 

@@ -32,8 +32,8 @@ _ON_CUDA = {
     "TORCHDYNAMO_DISABLE": "1",
     # The same products have the same bits in every stream.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Megatron offers no precision above "high", which is TF32 on a GPU: a change of the last bit then
-    # changes Newton-Schulz by 2e-3. cuBLAS computes in fp32 with it, on both sides of a comparison.
+    # Megatron offers no precision above "high", which is TF32 on a GPU: a change of the last bit
+    # then changes Newton-Schulz by 2e-3. Both sides of a comparison compute in fp32 instead.
     "NVIDIA_TF32_OVERRIDE": "0",
     # What Triton has chosen for a shape is kept for the next process.
     "TRITON_CACHE_AUTOTUNING": "1",

@@ -9,9 +9,13 @@ from helpers.stacks import settings
 
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
-from megatron_muon.runtime.local_rows import StackTask
+from megatron_muon.plan.routes import Part
+from megatron_muon.plan.sizes import num_elements
+from megatron_muon.runtime.local_rows import StackBuffers, StackTask
 
 pytestmark = pytest.mark.cpu_only
+
+_ODD_SHAPES = ((3, 5), (7, 1), (16, 8), (9, 11))
 
 
 def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
@@ -53,3 +57,13 @@ def test_other_backends_are_not_batched_on_a_cpu():
     """Results must not depend on what else a rank owns."""
     stack = _normalized((4, 24, 40))
     assert torch.equal(_run(stack, "gram")[:2], _run(stack[:2], "gram"))
+
+
+def test_stacks_of_odd_shapes_begin_at_16_bytes():
+    """A GPU chooses kernels by alignment, and a matrix alone is aligned."""
+    stacks = [tuple(Part(i, number, (0,), 0, 0, rows, 0, cols) for i in range(2))
+              for number, (rows, cols) in enumerate(_ODD_SHAPES)]  # fmt: skip
+    memory = torch.zeros(sum(map(num_elements, stacks)), dtype=torch.bfloat16)
+    tensors = [tensor for _, tensor in StackBuffers(stacks, memory).stacks]
+    assert [tensor.shape[1:] for tensor in tensors] == [torch.Size(shape) for shape in _ODD_SHAPES]
+    assert all(tensor.data_ptr() % 16 == memory.data_ptr() % 16 for tensor in tensors)
