@@ -134,7 +134,7 @@ def _finding(
         return Finding("PASS", f"equal bits, {text}")
     difference = float((result - expected).norm() / (expected - start).norm())
     text = f"differs by {difference:.1e} of the norm, {text}"
-    # Not for NaN.
+    # NaN compares as False, and fails below.
     if difference <= _MAX_DIFFERENCE:
         return Finding("PASS", text)
     return Finding("FAIL", text, f"Expected {_MAX_DIFFERENCE} at most: report it")

@@ -8,7 +8,7 @@
 
     optimizer = MuonAdamW.from_model(model, lr=1e-3)
 
-Files; imports point upwards::
+Files, each importing only those above it::
 
     parameters   planned views of plain tensors, convolutions and Megatron-FSDP's parameters
     gradients    agreement on missing and non-finite gradients

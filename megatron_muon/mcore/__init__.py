@@ -24,4 +24,5 @@ Files, each importing only those above it::
     gradient_repairs    upstream defects of gradients: scale, norm and fused accumulation
     patches             the patches of megatron
     enable              applies the patches, and reverts them
+    parity              losses of a small GPT under Megatron-FSDP and under DDP
 """

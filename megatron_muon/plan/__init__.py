@@ -78,7 +78,7 @@ The step of a rank (:mod:`megatron_muon.plan.schedule`)::
         finish an earlier scatter; start the scatter of bucket
     finish the scatters that are left
 
-Files; imports point upwards::
+Files, each importing only those above it::
 
     layout         boxes of rows and columns; regions and blocks of a matrix
     cost           estimated times of Newton-Schulz, links and kernels

@@ -4,7 +4,7 @@
 
 It imports no torch, and no plan depends on it.
 
-Files; imports point upwards::
+Files, each importing only those above it::
 
     rank_report  numbers of every rank, and their table
     model_shape  the matrices of a transformer, by layer, and published shapes

@@ -12,7 +12,7 @@ that exchanges a matrix, and its replicas, follow from mesh and placements of th
 
     parameter -> boxes by rank -> matrices -> one plan input per domain with its replicas
 
-Files; imports point upwards::
+Files, each importing only those above it::
 
     megatron_fsdp  the rows of a parameter in the buffer of Megatron-FSDP, versions 1 and 2
     parameters     planned views of parameters, and their boxes, from placements or a buffer

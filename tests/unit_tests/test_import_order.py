@@ -65,11 +65,10 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def drawn_order(folder: Path) -> list[str]:
-    """Return the names that a package's docstring draws, in their order; [] where it draws none."""
+    """Return the names that a package's docstring draws, in their order."""
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     block = re.search(r"\bimport\w* only\b[^\n]*::\n\n((?: +.*\n?|\n)+)", docstring)
-    if not block:
-        return []
+    assert block, f"{folder.name}: expected 'Files, each importing only those above it::'"
     indent = len(block[1]) - len(block[1].lstrip(" "))
     return re.findall(rf"^ {{{indent}}}(\w+)", block[1], re.MULTILINE)
 
@@ -95,7 +94,7 @@ def test_files_import_only_files_drawn_above_them(folder):
     """The docstring of each package draws every file, and the order holds."""
     order = drawn_order(folder)
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
-    assert set(order) - {"__main__"} == (files if order else set())
+    assert set(order) - {"__main__"} == files
     inside = f"{PACKAGE.name}.{folder.name}."
     for number, file in enumerate(order):
         for name in imports_of(folder / f"{file}.py"):

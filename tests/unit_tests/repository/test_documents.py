@@ -66,6 +66,9 @@ def commands() -> Iterator[tuple[str, str]]:
             yield ids(path), re.split(r"\s+# ", line)[0]
 
 
+_MODULES = ("megatron_muon.checkpoint", "megatron_muon.check")
+
+
 @pytest.mark.parametrize(("document", "command"), list(commands()))
 def test_commands_have_the_flags_that_they_name(document: str, command: str) -> None:
     """The script of a command is there, and so are its options."""
@@ -75,8 +78,10 @@ def test_commands_have_the_flags_that_they_name(document: str, command: str) -> 
     if "megatron_muon.plan" in words:
         _parser().parse_args(words[words.index("megatron_muon.plan") + 1 :])
         return
-    if "megatron_muon.checkpoint" in words:
-        script = "megatron_muon/checkpoint/__main__.py"
+    module = next((word for word in words if word in _MODULES), None)
+    if module is not None:
+        script = f"{module.replace('.', '/')}/__main__.py"
+        words = words[words.index(module) :]
     else:
         *_, script = (word for word in words if (ROOT / word).is_file())
     source = (ROOT / script).read_text()
