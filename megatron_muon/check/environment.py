@@ -22,20 +22,25 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC", "CUD
 
 
 def check_versions() -> Finding:
-    """Check the installed packages, and that all ranks have the same ones."""
+    """Check the installed packages, and that all ranks have the same ones.
+
+    Communication: a gather of objects over the job.
+    """
     versions = dict(installed_versions())
     has_megatron = versions["megatron-core"] is not None
     problems = version_problems(versions if has_megatron else versions | {"megatron-core": "0.19"})
     problems += dependency_problems() + environment_problems()
-    if problems:
-        return Finding("FAIL", "; ".join(problems), "See docs/support.md, Versions")
     if not has_megatron:
         versions["megatron-core"] = "none (FSDP2 does not need it)"
     versions["Python"] = platform.python_version()
     if torch.version.cuda is not None:
         versions["CUDA"] = torch.version.cuda
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
-    if len(set(gather_objects(text))) > 1:
+    # Before any rank returns: all ranks join.
+    texts = set(gather_objects(text))
+    if problems:
+        return Finding("FAIL", "; ".join(problems), "See docs/support.md, Versions")
+    if len(texts) > 1:
         return Finding("FAIL", text, "Install the same packages on all ranks")
     return Finding("PASS", text)
 

@@ -20,7 +20,7 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CPU_RANKS, gpu_rates
 from megatron_muon.plan.layout import Splits
 from megatron_muon.report.model_shape import PRESETS
-from megatron_muon.runtime.agreement import num_ranks_on_node
+from megatron_muon.runtime.agreement import gather_objects, num_ranks_on_node, ranks_per_node
 from megatron_muon.runtime.row_moves import RowMoves
 
 # Below this share of an assumed rate, plans made with it are far from the best.
@@ -88,14 +88,13 @@ class Rates:
         return self._beside(text, rates[-1], assumed)
 
     def check_all_to_all(self) -> Finding:
-        """Time an all-to-all of the ranks of a node, and of ranks with one place on all nodes."""
+        """Time an all-to-all inside nodes, and between ranks of equal local rank on all nodes."""
         num_ranks = dist.get_world_size()
-        # 0 without a launcher.
-        on_node = num_ranks_on_node() or num_ranks
-        num_nodes, rest = divmod(num_ranks, on_node)
-        if num_ranks == 1 or rest:
-            return Finding("SKIP", "needs several ranks, as many on every node")
-        mesh = init_device_mesh(self._device.type, (num_nodes, on_node))
+        if num_ranks == 1:
+            return Finding("SKIP", "one rank exchanges nothing")
+        # None without a launcher. The same number on all ranks, as they choose groups by it.
+        on_node = ranks_per_node(gather_objects(num_ranks_on_node())) or num_ranks
+        mesh = init_device_mesh(self._device.type, (num_ranks // on_node, on_node))
         texts, ratios = [], []
         for axis, name in ((1, "gbps"), (0, "gbps_between_nodes")):
             group = mesh.get_group(axis)
@@ -132,7 +131,7 @@ class Rates:
         for optimizer in (Muon(params), torch.optim.AdamW(params)):
             seconds.append(self._seconds(optimizer.step))
         numel = sum(param.numel() for param in params)
-        ms, adam_ms = (each * 1e3 for each in seconds)
+        ms, adam_ms = (time_of_step * 1e3 for time_of_step in seconds)
         return Finding(
             "PASS",
             f"{num_layers} layers of {preset}, {numel / 1e6:.0f} M elements: Muon {ms:.1f} ms, "

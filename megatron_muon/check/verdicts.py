@@ -50,7 +50,7 @@ def on_all_ranks(name: str, check: Callable[[], Finding]) -> Finding:
         sys.stdout.flush()
     try:
         own = check()
-    # Compilers and drivers raise whatever they do, and every other check shall still run.
+    # Compilers and drivers raise errors of their own, and the other checks should still run.
     except Exception as error:
         own = Finding("FAIL", first_line(error), "Report it")
     try:
@@ -61,8 +61,8 @@ def on_all_ranks(name: str, check: Callable[[], Finding]) -> Finding:
             f"{own_rank()}, which found {own.verdict}: {own.result}. A rank ended or hangs; look "
             f"at its output. {first_line(error)}"
         ) from error
-    worst = max(findings, key=lambda each: _ORDER.index(each.verdict))
-    ranks = [rank for rank, each in enumerate(findings) if each.verdict == worst.verdict]
+    worst = max(findings, key=lambda finding: _ORDER.index(finding.verdict))
+    ranks = [rank for rank, finding in enumerate(findings) if finding.verdict == worst.verdict]
     if len(ranks) < len(findings):
         worst = worst._replace(result=f"{worst.result} (ranks {', '.join(map(str, ranks))})")
     if own_rank() == 0:

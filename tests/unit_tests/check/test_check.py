@@ -77,6 +77,31 @@ def test_error_of_one_rank_is_the_finding_of_all_ranks():
         assert found[1] == "OSError: libcuda.so cannot open shared object file (ranks 1)"
 
 
+def test_broken_row_kernel_is_slow_and_named(monkeypatch):
+    """Rows then move by torch, so results are right."""
+    difference = "torch.float32 to torch.bfloat16: other bits than torch's"
+    monkeypatch.setattr(results, "difference_from_torch", lambda device: difference)
+    verdict, result, _ = results.check_row_kernel(torch.device("cuda"))
+    assert (verdict, result) == ("SLOW", difference)
+
+
+def _run_with_another_version() -> list[str]:
+    import torch.distributed as dist
+
+    from megatron_muon.check import environment
+
+    init_group()
+    if dist.get_rank() == 1:
+        environment.version_problems = lambda versions: ["torch: expected 2.9, found 2.0"]
+    return list(on_all_ranks("versions", environment.check_versions))
+
+
+def test_wrong_version_on_one_rank_is_the_finding_of_all_ranks():
+    """The rank joins the comparison of versions before it returns."""
+    for verdict, result, _ in run_ranks(2, _run_with_another_version).check().results:
+        assert (verdict, result) == ("FAIL", "torch: expected 2.9, found 2.0 (ranks 1)")
+
+
 _DEAD = """
 import os, sys
 import torch.distributed as dist
