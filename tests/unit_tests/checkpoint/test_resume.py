@@ -117,6 +117,15 @@ def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, tmp_
     assert_resumes(first, folder, tmp_path / "resumed", world_size, ZERO[zero], *flags)
 
 
+@pytest.mark.slow
+def test_adam_with_stages_resumes(tmp_path):
+    """Upstream's names count layers by stage, so two stages would save under one name."""
+    run = (2, tmp_path / "saved", ZERO[3], *PP, "--optimizer", "adam")
+    first = saved_run(*run)
+    resumed = resumed_run(*run[:2], tmp_path / "resumed", *run[2:]).check()
+    assert resumed.losses == first.losses[SAVED_AT:]
+
+
 Z3 = (4, 3, BF16_ON[4])
 TP_MIXED = (*MIXED, *TP, *SEQUENCE, "2")
 OTHER_BLOCKS = ("--muon-split-glu", "--muon-no-split-qkv")

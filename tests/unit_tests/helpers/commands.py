@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from launched_run import TrainingLog
+from typing import TYPE_CHECKING, Any
 
 from helpers.ranks import ROOT, launch
+
+if TYPE_CHECKING:
+    from launched_run import TrainingLog
 
 _LIMIT_S = 1800  # against a hang alone
 
@@ -53,8 +54,11 @@ def train_forked(
     *,
     environment: Mapping[str, str] | None = None,
     **_: Any,
-) -> TrainingLog:
+) -> "TrainingLog":
     """Train as ``launched_run.train`` does, on forked ranks in place of torchrun's."""
+    # Tests that run as scripts of their own have no scripts/ on their path.
+    from launched_run import TrainingLog
+
     log = TrainingLog()
     for output in launch(ranks, arguments, env=environment).check().outputs:
         for line in output.splitlines():

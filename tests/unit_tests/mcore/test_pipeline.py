@@ -43,7 +43,6 @@ ADAM_ON_V2 = (*V2, "--optimizer", "adam")
         pytest.param("_get_dp_tp_mesh", 2, 3, PP, "EinopsError", id="mesh"),
         slow("_get_hsdp_tp_mesh", 4, 3, (*PP, *HSDP), "EinopsError", id="hsdp_mesh"),
         slow("deallocate_output_tensor", 2, 1, PP, "counter-productive to free a view", id="views"),
-        slow("_param_name", 2, 1, INTERLEAVED, "Parameter names conflict", id="names"),
         slow("_init_fsdp_param_and_grad_buffer", 2, 3, NO_MATRIX, "ZeroDivisionError", id="units"),
         slow(
             *("param_and_grad_buffer.make_fsdp_dtensor", 4, 3, (*PP, *TP)),
