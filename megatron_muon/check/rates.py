@@ -21,7 +21,7 @@ from megatron_muon.plan.cost import CPU_RANKS, gpu_rates
 from megatron_muon.plan.layout import Splits
 from megatron_muon.report.model_shape import PRESETS
 from megatron_muon.runtime.agreement import gather_objects, num_ranks_on_node, ranks_per_node
-from megatron_muon.runtime.row_moves import RowMoves
+from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 # Below this share of an assumed rate, plans made with it are far from the best.
 _SLOW = 0.6
@@ -54,7 +54,8 @@ class Rates:
         """Time rows moved to a message, divided and rounded, beside torch's plain copy."""
         source = torch.randn(self._numel, device=self._device).view(-1, 4096)
         target = torch.empty_like(source, dtype=torch.bfloat16)
-        moves = RowMoves([(source, target)], norms=[0], device=self._device)
+        addresses = Addresses([source, target], self._device)
+        moves = RowMoves([(source, target, 0, 1)], addresses, norms=[0])
         norms = torch.ones(1, device=self._device)
         num_bytes = source.nbytes + target.nbytes
         ours = num_bytes / self._seconds(lambda: moves.run(norms)) / 1e9

@@ -29,7 +29,7 @@ from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.local_rows import Handle, Rows, StackTask
 from megatron_muon.runtime.norms import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner, in_range
-from megatron_muon.runtime.row_moves import uses_kernel
+from megatron_muon.runtime.row_moves import Addresses
 
 
 class Engine:
@@ -73,14 +73,15 @@ class Engine:
     ) -> None:
         # emerging-optimizers is asked for them once per process: now rather than in a step.
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
-        # Compiled and compared now rather than in a step.
-        uses_kernel(device)
         self.plans = [bound.plan for bound in plans]
         self.handles: list[Any] = [handle for bound in plans for handle in bound.handles.values()]
         self.staging_bytes = schedule.staging.num_bytes
         self._schedule = schedule
         self._device = device
         self._arena = Arena(self.staging_bytes, device, "messages and stacks")
+        memory = self._arena.view(0, self.staging_bytes, torch.uint8)
+        # The kernel that moves rows is compiled and compared now rather than in a step.
+        self._addresses = Addresses([memory], device)
         local_offset: dict[LocalStack, int] = {
             stack: offset
             for stacks, offset in zip(schedule.local, schedule.staging.local, strict=True)
@@ -96,7 +97,7 @@ class Engine:
                 newton_schulz,
                 self._arena,
                 chain,
-                device=device,
+                self._addresses,
                 rows_device=rows_device or device,
             )
             for number, (bound, rank_plan) in enumerate(
@@ -106,6 +107,9 @@ class Engine:
         self._workspace_bytes = max((each.workspace_bytes for each in self.runners), default=0)
         self.reserve()
         self.release()
+        # They are kept after a step: their views serve the next one if it has the same rows.
+        self._updates: Rows | None = None
+        self._results: Rows | None = None
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step: arena and workspace. The arena stays until the step ends.
@@ -191,9 +195,15 @@ class Engine:
         self._wait_for_leftovers()
         # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
+        if updates is not self._updates or results is not self._results:
+            self.forget()
+            for runner in self.runners:
+                runner.rows.view(updates, results)
+            self._updates, self._results = updates, results
+        self._addresses.update()
         for runner in self.runners:
             with in_range("norms"):
-                runner.rows.begin(updates, results)
+                runner.rows.begin()
         for action in self._schedule.actions:
             if overlap_fn is not None and action.kind != "start_gather":
                 overlap_fn()
@@ -251,5 +261,8 @@ class Engine:
 
     def forget(self) -> None:
         """Drop the rows of the last step, which are memory of the caller's."""
+        self._updates = self._results = None
+        # All but the arena.
+        del self._addresses.tensors[1:]
         for runner in self.runners:
             runner.rows.forget()

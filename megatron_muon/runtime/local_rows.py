@@ -18,7 +18,7 @@ from megatron_muon.plan.routes import Route
 from megatron_muon.plan.sizes import Stack, num_elements
 from megatron_muon.runtime.exchange import RouteView
 from megatron_muon.runtime.norms import BlockNorms, Moments
-from megatron_muon.runtime.row_moves import RowMoves
+from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 # Identifies the rows that this rank holds of a matrix: a parameter, or part of one.
 type Handle = Hashable
@@ -46,8 +46,9 @@ class RowTransfer:
 class LocalRows:
     """Rows of the matrices of one plan on this rank, while a step runs.
 
-    All transfers of a step are added once, at construction. In a step: :meth:`begin`, then
-    :meth:`read` and :meth:`write` of every transfer, in the same order in each step.
+    All transfers of a step are added once, at construction. In a step: :meth:`view` if rows are not
+    those of the step before, :meth:`begin`, then :meth:`read` and :meth:`write` of every transfer,
+    in the same order in each step.
 
     Args:
         plan: The plan, equal on all ranks of the group.
@@ -55,7 +56,8 @@ class LocalRows:
         handles: By matrix of the plan, handles of the rows that this rank holds.
         moments: State of a method; None without one.
         group: Ranks of the plan; None for a rank alone.
-        device: Where messages and stacks are.
+        addresses: Of messages and stacks, which are all in the tensor of number 0. Rows are added
+            to them.
         rows_device: Where rows are.
 
     Attributes:
@@ -66,9 +68,7 @@ class LocalRows:
     Memory: that of :class:`RowMoves`, and a few bytes a block.
     """
 
-    # They are kept after a step: their views serve the next one if it has the same rows.
-    _updates: Rows | None
-    _results: Rows | None
+    _strides: list[tuple[int, ...]] | None = None  # of the rows that the tables are for
 
     def __init__(
         self,
@@ -77,21 +77,21 @@ class LocalRows:
         handles: Mapping[int, Handle],
         moments: Moments | None,
         group: dist.ProcessGroup | None,
-        device: torch.device,
+        addresses: Addresses,
         rows_device: torch.device,
     ) -> None:
         self._plan = plan
         self._newton_schulz = newton_schulz
         self._handles = handles
-        self._device = device
+        device = addresses.device
+        self._addresses = addresses
         # The kernel moves rows within one device.
-        self._by_kernel = None if rows_device == device else False
+        self._by_kernel = addresses.by_kernel and rows_device == device
         method = newton_schulz.method
         namo = method if isinstance(method, Namo) else None
         self._has_factors = namo is not None
         self.norms = BlockNorms(plan, group, device, rows_device, namo, moments)
         self._missing: Counter[int] = Counter()
-        self._updates = self._results = None
         self._reads: list[RowTransfer] = []
         self._writes: list[RowTransfer] = []
 
@@ -114,15 +114,13 @@ class LocalRows:
     ) -> RowTransfer:
         norms = [self.norms.position(route) for route, _ in views] if has_norms else None
         moves = RowMoves(
-            (), norms=norms, factors=factors, device=self._device, by_kernel=self._by_kernel
+            (), self._addresses, norms=norms, factors=factors, by_kernel=self._by_kernel
         )
         transfers.append(RowTransfer(views, moves))
         return transfers[-1]
 
-    def begin(self, updates: Rows, results: Rows) -> None:
-        """Set the rows of a step, and reduce their norms; see :meth:`Engine.orthogonalize`."""
-        if updates is not self._updates or results is not self._results:
-            self._view(updates, results)
+    def begin(self) -> None:
+        """Reduce the norms of the rows of a step."""
         # fp32 rows are not normalized before they are sent.
         if self._plan.dtypes.norm_bytes:
             self.norms.reduce()
@@ -132,16 +130,31 @@ class LocalRows:
                 write.completed = None
             self._missing = Counter(r.matrix for write in self._writes for r, _ in write.views)
 
-    def _view(self, updates: Rows, results: Rows) -> None:
-        """View the rows of all transfers."""
+    def view(self, updates: Rows, results: Rows) -> None:
+        """View the rows of a step; see :meth:`Engine.orthogonalize`."""
         sources, targets = self.by_matrix(updates), self.by_matrix(results)
         if self._plan.dtypes.norm_bytes:
             self.norms.view(sources)
+        rows = [*sources.values(), *targets.values()]
+        first = len(self._addresses.tensors)
+        self._addresses.tensors += rows
+        # Their tables serve rows at other addresses, numbered in the same order.
+        strides = [each.stride() for each in rows]
+        if self._by_kernel and strides == self._strides:
+            return
+        number = {matrix: first + i for i, matrix in enumerate(sources)}
         for read in self._reads:
-            read.moves.set([(in_shard(sources[r.matrix], r), rows) for r, rows in read.views])
+            read.moves.set(
+                [(in_shard(sources[r.matrix], r), to, number[r.matrix], 0) for r, to in read.views]
+            )
         for write in self._writes:
-            write.moves.set([(rows, in_shard(targets[r.matrix], r)) for r, rows in write.views])
-        self._updates, self._results = updates, results
+            write.moves.set(
+                [
+                    (rows, in_shard(targets[r.matrix], r), 0, number[r.matrix] + len(number))
+                    for r, rows in write.views
+                ]
+            )
+        self._strides = strides
 
     def by_matrix(self, rows: Rows) -> dict[int, torch.Tensor]:
         """Return rows by index of their matrix."""
@@ -149,7 +162,6 @@ class LocalRows:
 
     def forget(self) -> None:
         """Drop the rows, which are memory of the caller's."""
-        self._updates = self._results = None
         for transfer in (*self._reads, *self._writes):
             transfer.moves.set(())
         self.norms.view({})

@@ -37,7 +37,7 @@ from megatron_muon.runtime.local_rows import (
     StackTask,
 )
 from megatron_muon.runtime.norms import Moments
-from megatron_muon.runtime.row_moves import RowMoves
+from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 
 def in_range(name: str) -> AbstractContextManager[object]:
@@ -96,7 +96,7 @@ class PlanRunner:
         newton_schulz: Steps, coefficients, precision and scale.
         arena: Memory of a step.
         chain: Starts the all-gathers of replicas.
-        device: Where messages and stacks are.
+        addresses: Of the arena, whose number is 0.
         rows_device: Where local rows are.
 
     Attributes:
@@ -134,15 +134,15 @@ class PlanRunner:
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
         chain: Chain,
+        addresses: Addresses,
         *,
-        device: torch.device,
         rows_device: torch.device,
     ) -> None:
         self.plan = bound.plan
         self._parts_groups = bound.parts_groups
         self._newton_schulz = newton_schulz
         self._chain = chain
-        self._device = device
+        self._addresses = addresses
         method = newton_schulz.method
         self.moments = None
         if method is not None:
@@ -150,11 +150,17 @@ class PlanRunner:
                 self.plan.matrices,
                 method.state_shape,
                 bound.group,
-                device,
+                addresses.device,
                 by_owner=isinstance(method, StackMethod),
             )
         self.rows = LocalRows(
-            self.plan, newton_schulz, bound.handles, self.moments, bound.group, device, rows_device
+            self.plan,
+            newton_schulz,
+            bound.handles,
+            self.moments,
+            bound.group,
+            addresses,
+            rows_device,
         )
         self._gathering, self._scattering = {}, {}
         self._lay_out(bound, rank_plan, offsets, local_offsets, arena)
@@ -188,8 +194,8 @@ class PlanRunner:
             # messages; a matrix needs them row by row.
             routes = [r for _, routes in sorted(bucket.receives.items()) for r in routes]
             arrived = consecutive_views(routes, receives[-1])
-            pairs = [(rows, batch.stacks.view(route)) for route, rows in arrived]
-            self._unpacking.append(RowMoves(pairs, device=self._device))
+            moves = [(rows, batch.stacks.view(route), 0, 0) for route, rows in arrived]
+            self._unpacking.append(RowMoves(moves, self._addresses))
         self._gathers = Exchange(bound.group, messages, sends, receives)
         self._packing = [self.rows.add_read(targets) for targets in self._gathers.packing]
         self._local = [
@@ -250,8 +256,8 @@ class PlanRunner:
         self._packing_results = []
         for number, targets in enumerate(self._scatters.packing):
             stacks = self._buckets[number // self.plan.num_scatters].stacks
-            pairs = [(stacks.view(route), target) for route, target in targets]
-            self._packing_results.append(RowMoves(pairs, device=self._device))
+            moves = [(stacks.view(route), target, 0, 0) for route, target in targets]
+            self._packing_results.append(RowMoves(moves, self._addresses))
 
     @property
     def _tasks(self) -> list[StackTask]:

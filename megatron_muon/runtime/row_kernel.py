@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One kernel that moves any number of rectangles; needs Triton.
 
-A table on the device lists them: where each comes from and goes to, as an allocation, an offset and
-two strides. A step hands over the addresses of the allocations. The kernel rounds as torch does.
+A table on the device lists them: where each comes from and goes to, as the number of a tensor, an
+offset and two strides. A step hands over the addresses of the tensors. The kernel rounds as torch
+does.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import triton.language as tl
 TILE = 4096
 PIECE = 2048
 NUM_WARPS = 8
-# Numbers of a rectangle: allocation, first element and two strides of its source, the same of its
+# Numbers of a rectangle: tensor, first element in it and two strides of its source, the same of its
 # target, rows, columns, and the position of its norm.
 WIDTH = 11
 # A rectangle is cut below this, so that its elements are counted in 32 bits.
@@ -34,8 +35,6 @@ class RowTable(NamedTuple):
         moves: ``(num_moves, WIDTH)`` int64 on the device.
         tiles: ``(num_tiles, 2)`` int32 on the device: the move, and its first element.
         factors: ``(num_moves, 2)`` float32 on the device.
-        sizes: Rows and columns of each move, by which tiles are cut.
-        storages: The allocations, by their numbers in ``moves``.
         dtypes: Of sources and targets.
         divides: Whether moves are divided by their norms; otherwise they are multiplied by their
             norms, if they have any, and by their factors.
@@ -44,68 +43,48 @@ class RowTable(NamedTuple):
     moves: torch.Tensor
     tiles: torch.Tensor
     factors: torch.Tensor
-    sizes: Sequence[tuple[int, int]]
-    storages: Sequence[torch.UntypedStorage]
     dtypes: tuple[torch.dtype, torch.dtype]
     divides: bool
 
-    def addresses(self) -> list[int]:
-        """Return where the allocations are now."""
-        return [storage.data_ptr() for storage in self.storages]
-
 
 def build_table(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    moves: Sequence[tuple[torch.Tensor, torch.Tensor, int, int]],
+    tensors: Sequence[torch.Tensor],
     norms: Sequence[int] | None,
     factors: Sequence[Sequence[float]] | None,
     device: torch.device,
-    before: RowTable | None = None,
 ) -> RowTable:
     """List rectangles.
 
     Args:
-        pairs: Source and target of each, ``(rows, cols)``; float32 or bfloat16, one dtype for all
-            sources and one for all targets.
+        moves: Source and target of each, ``(rows, cols)``, and the numbers of the tensors that they
+            are views of; float32 or bfloat16, one dtype for all sources and one for all targets.
+        tensors: By number; of the dtype of their views, or from the beginning of an allocation on.
         norms: Positions of their norms; None for none.
         factors: Factors that they are multiplied by, one after the other; None for none.
         device: Where the table is needed.
-        before: The table of the same rectangles in other memory, whose tiles are used again.
 
     Memory: about 100 bytes a rectangle, and 8 for every 4,096 elements.
     """
-    numbers: dict[int, int] = {}
-    storages: list[torch.UntypedStorage] = []
-    moves: list[list[Any]] = []
-    sizes: list[tuple[int, int]] = []
+    entries: list[list[Any]] = []
     scales: list[Sequence[float]] = []
-
-    def number_of(tensor: torch.Tensor) -> int:
-        """Return the number of an allocation."""
-        storage = tensor.untyped_storage()
-        number = numbers.setdefault(storage._cdata, len(storages))
-        if number == len(storages):
-            storages.append(storage)
-        return number
-
-    for index, (source, target) in enumerate(pairs):
-        own, other = number_of(source), number_of(target)
+    for index, (source, target, own, other) in enumerate(moves):
         norm = 0 if norms is None else norms[index]
         for row, num_rows, num_cols, (from_, to) in _cut(source, target):
-            first = source.storage_offset() + row * source.stride(0)
-            last = target.storage_offset() + row * target.stride(0)
-            moves.append([own, first, *from_, other, last, *to, num_rows, num_cols, norm])
-            sizes.append((num_rows, num_cols))
+            # Not from addresses, as memory may have been freed.
+            first, last = (
+                view.storage_offset() - tensors[number].storage_offset() + row * view.stride(0)
+                for view, number in ((source, own), (target, other))
+            )
+            entries.append([own, first, *from_, other, last, *to, num_rows, num_cols, norm])
             scales.append((1.0, 1.0) if factors is None else factors[index])
-    on_host = torch.tensor(moves, dtype=torch.int64)
-    if before is not None and before.sizes == sizes:
-        tiles, all_factors = before.tiles, before.factors
-    else:
-        tiles = on_device(_tiles(on_host[:, 8] * on_host[:, 9]), device)
-        all_factors = on_device(torch.tensor(scales, dtype=torch.float32), device)
-    dtypes = pairs[0][0].dtype, pairs[0][1].dtype
-    divides = norms is not None and factors is None
+    on_host = torch.tensor(entries, dtype=torch.int64)
     return RowTable(
-        on_device(on_host, device), tiles, all_factors, sizes, storages, dtypes, divides
+        on_device(on_host, device),
+        on_device(_tiles(on_host[:, 8] * on_host[:, 9]), device),
+        on_device(torch.tensor(scales, dtype=torch.float32), device),
+        dtypes=(moves[0][0].dtype, moves[0][1].dtype),
+        divides=norms is not None and factors is None,
     )
 
 
@@ -146,7 +125,7 @@ def launch(table: RowTable, pointers: torch.Tensor, norms: torch.Tensor | None) 
 
     Args:
         table: Where they are.
-        pointers: See :meth:`RowTable.addresses`.
+        pointers: Addresses of the tensors by number, int64 on the device.
         norms: float32 on the device; None for none.
     """
     source, target = table.dtypes

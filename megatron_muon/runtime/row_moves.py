@@ -23,54 +23,95 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-type Pair = tuple[torch.Tensor, torch.Tensor]
+# Source and target of a rectangle, (rows, cols), and the numbers of the tensors that they are views
+# of; see Addresses.
+type Move = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+class Addresses:
+    """Addresses of the tensors between which the kernel moves rows, for any number of lists.
+
+    Tables of rectangles name tensors by number, and stay where tensors of the same strides move.
+
+    Args:
+        tensors: The first tensors; they may be of memory that is freed between steps.
+        device: Where the kernel runs.
+        by_kernel: Whether the kernel moves rows; None for :func:`uses_kernel`.
+
+    Attributes:
+        tensors: By number.
+        device: See above.
+        by_kernel: See above.
+        pointers: Addresses by number, ``(num_tensors,)`` int64 on the device.
+    """
+
+    pointers: torch.Tensor
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], device: torch.device, by_kernel: bool | None = None
+    ) -> None:
+        self.device = device
+        self.by_kernel = uses_kernel(device) if by_kernel is None else by_kernel
+        self.tensors = list(tensors)
+        self._known: list[int] = []
+        self.update()
+
+    def update(self) -> None:
+        """Find where tensors are now, before a step moves rows: their memory must be allocated.
+
+        Memory: if any tensor moved, one pinned block, and one copy on the device.
+        """
+        if not self.by_kernel:
+            return
+        # Tensors may move in every step, and seldom do: a copy costs more than the comparison.
+        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        if addresses != self._known:
+            self._known = addresses
+            self.pointers = _kernel().on_device(torch.tensor(addresses), self.device)
 
 
 class RowMoves:
     """Rectangles that are moved together.
 
     Args:
-        pairs: Source and target of each, ``(rows, cols)``. All sources have one dtype and all
-            targets another one, each float32 or bfloat16. Views may be of memory that is freed
-            between steps.
-        norms: By pair, the position of the norm that it is divided by; None for none. The quotient
+        moves: The rectangles. All sources have one dtype and all targets another one, each float32
+            or bfloat16. Views may be of memory that is freed between steps.
+        addresses: Of the tensors that they are views of.
+        norms: By move, the position of the norm that it is divided by; None for none. The quotient
             is computed in fp32, and rounded as it is written. With ``factors`` it is multiplied
             instead, before these: the numbers are then factors of blocks that a step computes.
-        factors: By pair, factors that it is multiplied by in fp32, one after the other; None for
+        factors: By move, factors that it is multiplied by in fp32, one after the other; None for
             none. Their product would round differently.
-        device: Where they are. One side may be in CPU memory with ``by_kernel`` False.
-        by_kernel: Whether the kernel moves them; None for :func:`uses_kernel`.
+        by_kernel: False where one side is in CPU memory.
 
     Memory: with the kernel about 100 bytes a rectangle, and 8 for every 4,096 elements.
     """
 
+    _table: "RowTable | None" = None
+
     def __init__(
         self,
-        pairs: Sequence[Pair],
+        moves: Sequence[Move],
+        addresses: Addresses,
         *,
         norms: Sequence[int] | None = None,
         factors: Sequence[Sequence[float]] | None = None,
-        device: torch.device,
-        by_kernel: bool | None = None,
+        by_kernel: bool = True,
     ) -> None:
-        self._norms, self._factors, self._device = norms, factors, device
-        self._by_kernel = uses_kernel(device) if by_kernel is None else by_kernel
-        self._table: RowTable | None = None
-        self._addresses: list[int] = []
-        self._pointers = torch.empty(0, dtype=torch.int64)
-        self.set(pairs)
+        self._addresses, self._norms, self._factors = addresses, norms, factors
+        self._by_kernel = by_kernel and addresses.by_kernel
+        self.set(moves)
 
-    def set(self, pairs: Sequence[Pair]) -> None:
-        """Move the same rectangles in other memory from now on; none, to drop what there is."""
-        self._sources = [source for source, _ in pairs]
-        self._targets = [target for _, target in pairs]
-        if pairs and self._by_kernel:
+    def set(self, moves: Sequence[Move]) -> None:
+        """Move these from now on; none, to drop the views, but not the table that needs none."""
+        views = () if self._by_kernel else moves
+        self._sources = [source for source, *_ in views]
+        self._targets = [target for _, target, *_ in views]
+        if self._by_kernel and moves:
+            addresses = self._addresses
             self._table = _kernel().build_table(
-                pairs, self._norms, self._factors, self._device, self._table
+                moves, addresses.tensors, self._norms, self._factors, addresses.device
             )
-        elif self._table is not None:
-            # Its tiles and factors are kept: they serve the same rectangles elsewhere.
-            self._table = self._table._replace(storages=())
 
     def run(self, norms: torch.Tensor | None = None) -> None:
         """Move all of them.
@@ -78,18 +119,10 @@ class RowMoves:
         Args:
             norms: ``(num_norms,)`` float32, where rectangles have positions of norms.
         """
-        if not self._sources:
-            return
-        if self._table is None:
+        if self._table is not None:
+            _kernel().launch(self._table, self._addresses.pointers, norms)
+        elif self._sources:
             self._run_by_torch(norms)
-            return
-        # The allocator may place what is freed between steps elsewhere, and seldom does: a copy to
-        # the device costs more than the comparison.
-        addresses = self._table.addresses()
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._pointers = _kernel().on_device(torch.tensor(addresses), self._device)
-        _kernel().launch(self._table, self._pointers, norms)
 
     def _run_by_torch(self, norms: torch.Tensor | None) -> None:
         if self._norms is None or self._factors is not None:
@@ -159,11 +192,15 @@ def difference_from_torch(device: torch.device) -> str | None:
             moved = torch.zeros_like(target)
             # Whole rows are moved as one long one, whose full tile takes wide loads; a slice of
             # columns row by row.
-            pairs = [(source[:48], moved[:48]), (source[48:, 3:53], moved[48:, 3:53])]
+            moves = [
+                (source[:48], moved[:48], 0, 1),
+                (source[48:, 3:53], moved[48:, 3:53], 0, 1),
+            ]
             try:
-                RowMoves(
-                    pairs, norms=positions, factors=factors, device=device, by_kernel=by_kernel
-                ).run(norms if positions else None)
+                addresses = Addresses([source, moved], device, by_kernel)
+                RowMoves(moves, addresses, norms=positions, factors=factors).run(
+                    norms if positions else None
+                )
             # Compilers raise whatever they do.
             except Exception as error:
                 return f"{type(error).__name__}: {first_line(error)}"

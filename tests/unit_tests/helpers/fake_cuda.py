@@ -87,7 +87,7 @@ def fake_cuda() -> Iterator[Recorder]:
     """Let tensors on "cuda" be fake ones; rows are moved by torch instead of the kernel."""
     from megatron_muon.fsdp2 import muon
     from megatron_muon.newton_schulz.settings import coefficients_of
-    from megatron_muon.runtime import engine, row_moves
+    from megatron_muon.runtime import row_moves
 
     # emerging-optimizers is asked for numbers, once per process.
     coefficients_of(5, "quintic")
@@ -106,7 +106,6 @@ def fake_cuda() -> Iterator[Recorder]:
         # It computes numbers too.
         (muon, "dependency_problems", list),
         (row_moves, "uses_kernel", lambda device: False),
-        (engine, "uses_kernel", lambda device: False),
     ]
     with ExitStack() as stack:
         for owner, name, value in replaced:

@@ -20,26 +20,33 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime import row_moves
+from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.plan_runner import BoundPlan
-from megatron_muon.runtime.row_moves import RowMoves
+from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 ROWS, COLS = 16, 8
 CPU = torch.device("cpu")
+SETTINGS = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7))
 
 
-def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> tuple[Any, Any]:
-    """Return an engine of whole local matrices, four of a shape in a stack, and its rows."""
+def _plan(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> Any:
+    """Return a plan of whole local matrices, four of a shape in a stack."""
     matrices = [
         whole_matrix(f"{i}.weight", rows_cut_at(ROWS, COLS, [ROWS]), [[(0,)]],
                      split_shapes=split_shapes)
         for i in range(num_matrices)
     ]  # fmt: skip
-    plan = plan_of(matrices, CostModel(stack_tiles=4))
+    return plan_of(matrices, CostModel(stack_tiles=4))
+
+
+def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> tuple[Any, Any]:
+    """Return an engine of such a plan, and its rows."""
+    plan = _plan(num_matrices, split_shapes)
     engine = Engine(
         [BoundPlan(plan, {i: i for i in range(num_matrices)}, None, None, {})],
         RankSchedule.build([plan], rank=0),
-        NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
+        SETTINGS,
         device=CPU,
     )
     generator = torch.Generator().manual_seed(0)
@@ -84,22 +91,40 @@ def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
     return cases
 
 
+def _moved(rows: dict[int, torch.Tensor], step: int) -> dict[int, torch.Tensor]:
+    """Return the rows in other memory: in one allocation, at other offsets, with other strides."""
+    gap, pad = ((0, 0), (1, 0), (3, 2))[step - 1]
+    memory = torch.zeros(len(rows) * (ROWS + gap) + gap, COLS + pad)
+    moved = {}
+    for i, own in rows.items():
+        first = gap + i * (ROWS + gap)
+        moved[i] = memory[first : first + ROWS, pad:]
+        moved[i].copy_(own)
+    return moved
+
+
 def _bits(*, by_kernel: bool) -> list[list[int]]:
     """Return the bits that all rectangles, and two steps of an engine, end with."""
     row_moves.uses_kernel = lambda device: by_kernel  # type: ignore[assignment]
     norms = torch.tensor([3.7, 1e-7, 1.9e5])
     found = []
     for sources, targets, positions, factors in _rectangles(torch.Generator().manual_seed(0)):
-        moves = RowMoves(
-            list(zip(sources, targets, strict=True)), norms=positions, factors=factors, device=CPU
+        moves = [
+            (*pair, 2 * i, 2 * i + 1) for i, pair in enumerate(zip(sources, targets, strict=True))
+        ]
+        addresses = Addresses([view for pair in moves for view in pair[:2]], CPU)
+        RowMoves(moves, addresses, norms=positions, factors=factors).run(
+            norms if positions else None
         )
-        moves.run(norms if positions else None)
         found += targets
     for split_shapes in (None, (4, 2, 2)):
         engine, rows = _engine(6, split_shapes)
-        for _ in range(2):
-            assert len([each for done in engine.orthogonalize(rows, rows) for each in done]) == 6
-        found += rows.values()
+        for step in range(4):
+            if step:
+                rows = _moved(rows, step)
+            results = rows if step < 2 else {i: torch.zeros_like(r) for i, r in rows.items()}
+            assert len([each for done in engine.orthogonalize(rows, results) for each in done]) == 6
+            found += results.values()
     integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
     # NaN has many representations: torch has others on a CPU than on a GPU.
     clean = [torch.where(each.isnan(), torch.full_like(each, 7.0), each) for each in found]
@@ -127,8 +152,8 @@ def test_rows_of_one_shape_are_divided_by_their_own_norms():
     positions = [8, 0, 3, 1, 5, 2, 4]
     sources = [torch.randn(shape, generator=generator) for shape in shapes]
     targets = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-    pairs = list(zip(sources, targets, strict=True))
-    RowMoves(pairs, norms=positions, device=CPU, by_kernel=False).run(norms)
+    moves = [(*pair, 0, 0) for pair in zip(sources, targets, strict=True)]
+    RowMoves(moves, Addresses((), CPU, by_kernel=False), norms=positions).run(norms)
     for source, target, position in zip(sources, targets, positions, strict=True):
         assert torch.equal(target, (source / norms[position]).bfloat16())
 
@@ -158,11 +183,12 @@ def test_table_is_cut_where_elements_need_more_than_32_bits(monkeypatch):
 
     monkeypatch.setattr(row_kernel, "_MOST_ELEMENTS", 4 * 100)
     source, target = torch.zeros(10, 100), torch.zeros(10, 200)[:, 100:]
-    moves = row_kernel.build_table([(source, target)], None, None, CPU).moves.tolist()
-    assert [(each[1], each[5], each[8], each[9]) for each in moves] == [
-        (0, 100, 4, 100),
-        (400, 900, 4, 100),
-        (800, 1700, 2, 100),
+    whole = target._base
+    table = row_kernel.build_table([(source, target, 1, 0)], [whole, source], None, None, CPU)
+    assert [(*each[:2], *each[4:6], *each[8:10]) for each in table.moves.tolist()] == [
+        (1, 0, 0, 100, 4, 100),
+        (1, 400, 0, 900, 4, 100),
+        (1, 800, 0, 1700, 2, 100),
     ]
 
 
@@ -179,6 +205,55 @@ def test_rows_that_moved_are_viewed_again():
     list(engine.orthogonalize(rows, results))
     assert all(torch.equal(rows[number], kept[number]) for number in rows)
     assert all(bool(each.any()) for each in results.values())
+
+
+def test_all_lists_of_a_step_share_one_copy_of_addresses(monkeypatch):
+    """Gradients in new memory in every step once took a pinned block and a copy for every list."""
+    from megatron_muon.runtime import row_kernel
+
+    copies, launched = [], []
+    monkeypatch.setattr(row_moves, "uses_kernel", lambda device: True)
+    monkeypatch.setattr(
+        row_kernel, "on_device", lambda tensor, device: copies.append(tensor) or tensor
+    )
+    monkeypatch.setattr(row_kernel, "launch", lambda table, pointers, _: launched.append(pointers))
+    plans = [_plan(num_matrices) for num_matrices in (6, 3)]
+    handles = [{i: (number, i) for i, _ in enumerate(p.matrices)} for number, p in enumerate(plans)]
+    engine = Engine(
+        [BoundPlan(plan, own, None, None, {}) for plan, own in zip(plans, handles, strict=True)],
+        RankSchedule.build(plans, rank=0),
+        SETTINGS,
+        device=CPU,
+    )
+    rows = {handle: torch.ones(ROWS, COLS) for own in handles for handle in own.values()}
+    # Where the allocator places the arena is not what is tested.
+    monkeypatch.setattr(Arena, "free", lambda self: None)
+    # Stacks of 4, 2 and 3 matrices: rows in, results out.
+    num_lists = 6
+    # Kept, or the next step's rows might be where they were.
+    memory = []
+    for is_moved in (True, False, True, True, False):
+        copies.clear()
+        launched.clear()
+        if is_moved:
+            rows = {handle: own.clone() for handle, own in rows.items()}
+            memory.append(rows)
+        list(engine.orthogonalize(rows, rows))
+        assert len(launched) == num_lists
+        assert len({id(pointers) for pointers in launched}) == 1
+        if len(memory) > 1:
+            assert len(copies) == is_moved
+    # Views anew of the same memory, then of other results.
+    copies.clear()
+    list(engine.orthogonalize({handle: own[:] for handle, own in rows.items()}, dict(rows)))
+    assert copies == []
+    list(engine.orthogonalize(rows, memory[0]))
+    assert len(copies) == 1
+    # The same tensors, whose memory was freed and allocated again.
+    for own in rows.values():
+        own.data = own.clone()
+    list(engine.orthogonalize(rows, memory[0]))
+    assert len(copies) == 2
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])

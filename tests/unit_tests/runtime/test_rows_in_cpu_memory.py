@@ -58,7 +58,6 @@ def test_no_operation_mixes_devices(comm_dtype, monkeypatch):
     # Streams and kernels need a GPU.
     monkeypatch.setattr(engine_module, "Chain", lambda device: None)
     monkeypatch.setattr("megatron_muon.runtime.row_moves.uses_kernel", lambda device: False)
-    monkeypatch.setattr("megatron_muon.runtime.engine.uses_kernel", lambda device: False)
     # Asked once for values, which fake tensors have none of.
     coefficients_of(5, "quintic")
     gpu = torch.device("cuda", 0)
