@@ -151,6 +151,7 @@ class MatrixStep:
         params: By position, the parameters with local rows.
         group_index: Index of the parameter group by position.
         hooks: Called in their order.
+        arena: Memory of results, and of momentum that is staged.
 
     Communication: see :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: while a step runs
@@ -191,13 +192,13 @@ class MatrixStep:
         num_staged = largest * stages
         # torch converts bfloat16 on the device, into memory of its own, if it comes from a CPU.
         self._copied_bytes = 2 * num_staged
-        self._arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
+        self.arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
         self._chunks = [
             _Chunk(group, chunk, self._views(chunk, num_results) if stages else [])
             for group, chunk in chunks
         ]
-        self._arena.free()
+        self.arena.free()
         self._forget()
 
     def _views(self, positions: Iterable[int], first: int) -> list[torch.Tensor]:
@@ -205,7 +206,7 @@ class MatrixStep:
         views = []
         for i in positions:
             shape = self._shapes[i]
-            views.append(self._arena.view(4 * first, math.prod(shape), torch.float32).view(shape))
+            views.append(self.arena.view(4 * first, math.prod(shape), torch.float32).view(shape))
             first += math.prod(shape)
         return views
 
@@ -218,9 +219,9 @@ class MatrixStep:
         Raises:
             MemoryError: The device has too little memory, with sizes.
         """
-        with allocating(self._arena.num_bytes, self._device, _CONTENTS):
-            if self._arena.num_bytes:
-                self._arena.allocate()
+        with allocating(self.arena.num_bytes, self._device, _CONTENTS):
+            if self.arena.num_bytes:
+                self.arena.allocate()
         needs = [others.temporaries]
         if not self._is_beside:
             needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
@@ -228,7 +229,7 @@ class MatrixStep:
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""
-        self._arena.free()
+        self.arena.free()
         self.engine.release()
 
     @torch.no_grad()
@@ -252,7 +253,7 @@ class MatrixStep:
             momentum: In the dtype and the memory where it is kept, by position.
             overlap_fn: Called once, when the first rows are in transit.
         """
-        self._arena.allocate()
+        self.arena.allocate()
         results: Any = grads if self._results is None else self._results
         self._find_views(weights, momentum, results)
         for hook in self.hooks:
@@ -275,7 +276,7 @@ class MatrixStep:
             for number, done in enumerate(arrivals):
                 with in_range("update"):
                     self._update(groups, number, done, without)
-        self._arena.free()
+        self.arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()
             self.engine.forget()

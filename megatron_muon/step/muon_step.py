@@ -138,7 +138,6 @@ class MuonStep:
             log_plans(self.engine.plans, own_rank())
         self._named = {each.param: each for each in parameters}
         self._params = self._all_params()
-        self._main_params = MainParams(self._params)
         self._shards = [local_tensor(param) for param in self._params]
         self._shapes = [shard.shape for shard in self._shards]
         # A rank may find too little memory.
@@ -159,6 +158,7 @@ class MuonStep:
             rows_device,
             rows_elsewhere=rows_device != self.device,
         )
+        self._main_params = MainParams(self._params, self._matrix_step.arena)
         # Optimizer and parameter by position of the step.
         self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
         self._hooks = self._moments.attach(self._matrix_step, self.plan_inputs, self._state_of)
@@ -233,9 +233,9 @@ class MuonStep:
         """
         problems = self._changes()
         try:
-            if self._main_params.params:
-                self._main_params.follow(self.state())
             self._matrix_step.reserve(others)
+            if self._main_params.params and not problems:
+                self._main_params.compare(self.state())
         except MemoryError as error:
             problems.append(str(error))
         return problems
@@ -289,6 +289,7 @@ class MuonStep:
         states = [optimizer.state[param] for optimizer, param in self._held]
         weights: Sequence[torch.Tensor] = params
         if self._main_params.params:
+            self._main_params.follow(self.state())
             weights = [s.get(MAIN_PARAM, p) for s, p in zip(states, params, strict=True)]
         with self._moments.kept(without):
             self._matrix_step.step(

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.arena import allocating
+from megatron_muon.runtime.arena import Arena, allocating
 from megatron_muon.runtime.tensors import local_tensor
 
 MAIN_PARAM = "main_param"
@@ -61,8 +61,15 @@ def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
 class MainParams:
     """Float32 copies of bfloat16 parameters, in the state of an optimizer.
 
+    A parameter is its copy rounded, until it is changed, as by loading weights. Versions of tensors
+    do not tell: ``dcp.load``, ``.data``, ``torch._foreach_mul_`` of DTensors and collectives leave
+    the version of a DTensor and that of its local tensor. So every step compares all elements, in a
+    few launches.
+
     Args:
         params: All parameters; float32 ones need no copy.
+        arena: Memory of a step, 4 bytes a local element of these parameters or more, in which
+            nothing is kept between :meth:`compare` and :meth:`follow`.
 
     Attributes:
         params: Parameters with a copy.
@@ -70,8 +77,16 @@ class MainParams:
     Memory: 4 bytes per local element of a bfloat16 parameter.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], arena: Arena) -> None:
         self.params = [param for param in params if param.dtype != torch.float32]
+        self._arena = arena
+        self._is_changed: torch.Tensor | None = None
+        shards = [local_tensor(param) for param in self.params]
+        arena.allocate()
+        self._all_rounded = arena.view(0, sum(map(torch.numel, shards)), torch.bfloat16)
+        parts = self._all_rounded.split([shard.numel() for shard in shards])
+        self._rounded = [part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)]
+        arena.free()
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add the copies that are missing."""
@@ -79,25 +94,45 @@ class MainParams:
             if MAIN_PARAM not in state[param]:
                 state[param][MAIN_PARAM] = param.detach().float()
 
-    def follow(self, state: Mapping[torch.Tensor, Any]) -> None:
-        """Copy elements that were changed since the last step, as by loading weights.
+    def _tensors(self, state: Mapping[torch.Tensor, Any]) -> tuple[list[Any], list[Any]]:
+        """Return local tensors of parameters and copies."""
+        mains = [local_tensor(state[param][MAIN_PARAM]) for param in self.params]
+        return [local_tensor(param) for param in self.params], mains
 
-        Such an element is not its copy rounded. Versions of tensors do not tell: those of DTensors
-        stay. Called before ranks agree to step, as it needs memory.
+    def compare(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Find out on the device whether an element has changed, in the arena of the step.
+
+        Called before ranks agree to step: the host is then ahead of the device.
 
         Raises:
-            MemoryError: The device has too little memory, with sizes.
-
-        Memory: 7 bytes an element of the largest parameter.
+            MemoryError: The device has too little memory.
         """
-        for param in self.params:
-            own, main = local_tensor(param), local_tensor(state[param][MAIN_PARAM])
-            with allocating(7 * own.numel(), own.device, "the comparison of a weight"):
-                main.copy_(torch.where(main.to(own.dtype) == own, main, own))
+        params, mains = self._tensors(state)
+        rounded = self._all_rounded
+        with allocating(rounded.nbytes, rounded.device, "the comparison of weights"):
+            self._arena.allocate()
+            torch._foreach_copy_(self._rounded, mains)
+            # 0 if and only if both are equal: bfloat16 has the difference of its smallest steps.
+            torch._foreach_sub_(self._rounded, params)
+            self._is_changed = rounded.any()
+
+    def follow(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Copy elements that were changed since the last step.
+
+        Called after ranks have agreed to step, when the host has waited for the device. Nothing is
+        allocated on a GPU.
+        """
+        if self._is_changed is None:
+            self.compare(state)
+        if self._is_changed.item():  # type: ignore[union-attr]
+            for own, main, difference in zip(*self._tensors(state), self._rounded, strict=True):
+                memory = self._arena.view(self._all_rounded.nbytes, own.numel(), torch.bool)
+                changed = torch.ne(difference, 0, out=memory.view(own.shape))
+                # Sums with -0.0 have the bits of the other term.
+                main.masked_fill_(changed, -0.0)
+                main.add_(difference.copy_(own).masked_fill_(changed.logical_not_(), -0.0))
+        self._is_changed = None
 
     def install(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Round the copies into the parameters, after a step."""
-        torch._foreach_copy_(
-            [local_tensor(param) for param in self.params],
-            [local_tensor(state[param][MAIN_PARAM]) for param in self.params],
-        )
+        torch._foreach_copy_(*self._tensors(state))
