@@ -143,7 +143,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    # Not data_ptr(), which fake tensors lack.
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _ReadsPastDispatcher(TorchFunctionMode):

@@ -45,7 +45,9 @@ SHAPES = {
 
 def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[str, Any]:
     """Return seconds and ratios of each backend for a matrix of a shape."""
-    settings = NewtonSchulzSettings(5, "quintic", device.type == "cuda", lambda rows, cols: (1.0,))
+    settings = NewtonSchulzSettings(
+        5, "quintic", device.type == "cuda", lambda rows, cols: (1.0, 1.0)
+    )
     stack = torch.randn(1, *shape, device=device)
     stack /= stack.norm()
     stack = stack.bfloat16() if settings.is_bf16 else stack
@@ -77,7 +79,9 @@ def stacked_tflops(
     shape: tuple[int, int], sizes: Sequence[int], rounds: int, device: torch.device
 ) -> list[float]:
     """Return the TFLOP/s of the standard steps in stacks of several sizes."""
-    settings = NewtonSchulzSettings(5, "quintic", device.type == "cuda", lambda rows, cols: (1.0,))
+    settings = NewtonSchulzSettings(
+        5, "quintic", device.type == "cuda", lambda rows, cols: (1.0, 1.0)
+    )
     args = NewtonSchulzArgs(settings, shape, is_normalized=settings.is_bf16)
     found = []
     for size in sizes:
@@ -113,7 +117,7 @@ def _wait(device: torch.device) -> None:
 
 def memory(shape: tuple[int, int]) -> dict[str, float]:
     """Return the peak of each backend on a CPU over the bytes of a normalized matrix."""
-    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0, 1.0))
     args = NewtonSchulzArgs(settings, shape, is_normalized=True)
     stack = torch.randn(1, *shape).bfloat16() / (shape[0] * shape[1]) ** 0.5
     found = {}

@@ -91,7 +91,9 @@ ensure_environment() {
 }
 
 if ! ensure_environment; then
-    echo "environment: the installation failed; its error stands above. Call again to retry." >&2
+    echo "environment: the installation failed; its error stands above. Call again to retry, or" \
+        "name a Python that has the packages of requirements.lock: MEGATRON_MUON_PYTHON=python3" \
+        "bash scripts/test.sh" >&2
     exit 1
 fi
 export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv"

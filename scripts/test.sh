@@ -11,6 +11,12 @@ set -euo pipefail
 if [[ -n "${MEGATRON_MUON_PYTHON:-}" ]]; then
     cd "$(dirname "${BASH_SOURCE[0]}")/.."
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    missing=$("$MEGATRON_MUON_PYTHON" -c 'from importlib.util import find_spec
+names = ("torch", "emerging_optimizers", "megatron", "einops", "pytest", "hypothesis")
+print(*(name for name in names if find_spec(name) is None))')
+    if [[ -n "$missing" ]]; then
+        echo "tests: $MEGATRON_MUON_PYTHON has no $missing; what needs it fails or is skipped" >&2
+    fi
 else
     # shellcheck source=scripts/environment.sh
     source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -70,7 +70,7 @@ class Rates:
         # A GPU multiplies bf16. Most CPUs have no instructions for it.
         is_gpu = self._device.type == "cuda"
         dtype = torch.bfloat16 if is_gpu else torch.float32
-        settings = NewtonSchulzSettings(5, "quintic", is_gpu, lambda rows, cols: (1.0,))
+        settings = NewtonSchulzSettings(5, "quintic", is_gpu, lambda rows, cols: (1.0, 1.0))
         rates = []
         for side in self._sides:
             shape = (side, 4 * side)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sort the parameters of a model into groups, by evidence that they are matrices.
 
-The first rule that matches a parameter decides. All modules and names of a shared parameter count.
+The first rule that matches decides. A shared parameter has several names and modules: each counts.
 docs/fsdp2.md has the reasons::
 
     use_muon of the parameter or its module         Muon if True, AdamW if False

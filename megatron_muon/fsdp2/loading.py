@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.fsdp2.parameters import as_split_sizes, planned_parameters
 from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.second_moments import KEY
+from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
 
 # Keys of a parameter group that decide the plan: the values of construction stay. A group without
 # them gets none: a checkpoint of torch.optim.Muon has no such keys.
 PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
 # Keys of a parameter's state in Muon, the second only if it is adaptive.
-_MUON_KEYS = {"momentum_buffer", KEY}
+_MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER}
 _KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
 _ADVICE = (
     "Nothing was loaded. Choose algorithms and groups as the run that saved did, or load the "

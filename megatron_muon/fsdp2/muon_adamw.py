@@ -19,9 +19,9 @@ from megatron_muon.fsdp2.settings import MuonArguments
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import gather_objects
-from megatron_muon.runtime.arena import elementwise_bytes
 from megatron_muon.runtime.plan_runner import in_range
 from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.step.elementwise import elementwise_bytes
 
 _ALGORITHMS = ("muon", "adamw", "lion")
 _CHANGED = (

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.utils import FP32MatmulPrecT
 
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, StackMethod
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.step.elementwise import SCALE_MODES, WEIGHT_DECAY_METHODS, Scale, scale_function
+from megatron_muon.step.elementwise import SCALE_MODES, WEIGHT_DECAY_METHODS, scale_function
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings
 from megatron_muon.step.second_moments import SecondMoments, method_problems

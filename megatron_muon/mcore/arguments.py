@@ -57,9 +57,8 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
         "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
         "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
-        "gram_symmetric: the same with quack's kernels. transformer_engine: split matrices by "
-        "cuSOLVERMp. auto: for each shape the cheapest of standard, gram and gram_symmetric by the "
-        "cost model.",
+        "gram_symmetric: the same with quack's kernels. auto: for each shape the cheapest of them "
+        "by the cost model.",
     },
     "log_plan": {
         "action": "store_true",

@@ -29,8 +29,8 @@ from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
 from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fails
-from megatron_muon.runtime.arena import elementwise_bytes
 from megatron_muon.runtime.tensors import find_not_finite
+from megatron_muon.step.elementwise import elementwise_bytes
 from megatron_muon.step.lion import FSDPLion
 
 
@@ -364,11 +364,12 @@ def _count_problems(
 
     Communication: one all-reduce of a single float32 over all ranks of the job.
     """
-    norms = [torch.as_tensor(norm, device=device)]
-    norms += torch._foreach_norm(list(others)) if others else []
+    # Not torch.tensor, nor torch.as_tensor of a norm, for whose copy the host would wait.
+    total = torch.full((1,), num_problems, dtype=torch.float32, device=device)
     # Zero times Inf or NaN is NaN, and so is every sum with it.
-    values = torch.cat([each.reshape(1) for each in norms]).mul_(0.0)
-    total = values.sum(dtype=torch.float32).reshape(1).add_(num_problems)
+    total += norm * 0.0
+    if others:
+        total += torch.stack(torch._foreach_norm(list(others))).mul_(0.0).sum()
     dist.all_reduce(total)
     return total
 

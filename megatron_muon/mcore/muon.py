@@ -17,12 +17,12 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.agreement import own_rank
-from megatron_muon.runtime.norms import Moments
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import scale_function
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
-from megatron_muon.step.second_moments import KEY, SecondMoments, method_problems
+from megatron_muon.step.second_moments import MOMENT2_BUFFER, SecondMoments, method_problems
 from megatron_muon.user_errors import in_flags, naming_flags
 
 
@@ -275,7 +275,7 @@ class TensorParallelMoments(SecondMoments):
         moments, index = self._places[param]
         numbers = local_tensor(self._views[param])
         if isinstance(self.method, Namo):
-            values[self._key(KEY, param)] = numbers
+            values[self._key(MOMENT2_BUFFER, param)] = numbers
             return
         # Query blocks may be tall and key blocks wide: a parameter can have both states. Ranks with
         # empty shards have them too, as a save needs equal keys on all ranks.

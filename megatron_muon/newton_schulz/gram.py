@@ -83,23 +83,21 @@ class Gram(Backend):
         Memory: in addition to the result two copies of the stack in the dtype of :func:`_dtype`,
             and five n x n matrices per matrix.
         """
-        x = normalize(stack, args)
-        x = x.mT if args.is_tall else x
         # Scaled before rounding to fp16, where small elements would lose bits.
-        x = x.mul(_SCALE).to(_dtype(stack, args))
+        x = normalize(stack, args).mul(_SCALE).to(_dtype(stack, args))
         settings, first = args.settings, 0
         with _fp32_sums(x):
             for steps in segments_of(settings.coefficient_type, settings.steps):
                 coefficients = settings.coefficients[first : first + steps]
                 first += steps
-                # Without names, which would keep n x n matrices while the next ones are computed.
-                x = (
-                    self._polynomial(
-                        self._symmetric_product(x, x.mT), coefficients, args.parts_group
-                    )
-                    @ x
+                wide = x.mT if args.is_tall else x
+                q = self._polynomial(
+                    self._symmetric_product(wide, wide.mT), coefficients, args.parts_group
                 )
-        x = x.mT if args.is_tall else x
+                # Q is symmetric. A tall matrix stays tall: transposing it would be a copy.
+                x = x @ q if args.is_tall else q @ x
+                # Names would keep their memory while the next ones are computed.
+                del q, wide
         result = x.bfloat16() if settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
 

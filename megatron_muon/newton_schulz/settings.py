@@ -5,7 +5,7 @@
 A method has some state: a few numbers per block, in float32, by the shape of the block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -102,6 +102,10 @@ class Namo(_Decaying):
         return update / (state.sqrt() + self.eps)
 
 
+# Maps outputs and inputs of a matrix to two factors.
+type Scale = Callable[[int, int], tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class NewtonSchulzSettings:
     """Settings of orthogonalization and scale.
@@ -111,7 +115,7 @@ class NewtonSchulzSettings:
         coefficient_type: Name of emerging-optimizers' coefficients.
         is_bf16: Whether it runs in bf16 (matmul precision "medium"); its results are then
             bf16-valued, and are sent back as bf16 with any ``comm_dtype``.
-        scale: Returns the factors of a result by ``(rows, cols)`` of the whole block; it is
+        scale: Returns the two factors of a result by ``(rows, cols)`` of the whole block; it is
             multiplied with them in fp32, one after the other.
         function: Orthogonalizes stacks of float32 matrices ``(num_matrices, rows, cols)`` in place
             of Newton-Schulz; None for Newton-Schulz.
@@ -121,7 +125,7 @@ class NewtonSchulzSettings:
     steps: int
     coefficient_type: str
     is_bf16: bool
-    scale: Callable[[int, int], Sequence[float]]
+    scale: Scale
     function: "Callable[[torch.Tensor], torch.Tensor] | None" = None
     method: StackMethod | Namo | None = None
 

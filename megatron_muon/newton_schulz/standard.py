@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of emerging-optimizers: results have the same bits.
 
-Memory layout changes the last bits of bf16 products, so stacks are contiguous, and transposed by a
-view as in emerging-optimizers.
+Memory layout may change the last bits of bf16 products, so stacks are contiguous, and tall matrices
+are transposed by a view as in emerging-optimizers. On a GPU that view costs two copies with a
+stride: 10 to 23 % of the time of a tall matrix on an H200 (docs/gpus.md). Steps on the tall matrix
+itself have none, and are used where they have the same bits.
 """
 
 import functools
@@ -12,9 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_muon.newton_schulz.backend import Backend, FlopCount, NewtonSchulzArgs
+from megatron_muon.newton_schulz.settings import coefficients_of
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 class Standard(Backend):
@@ -35,6 +39,12 @@ class Standard(Backend):
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack; see :meth:`Backend.run`."""
         return (_normalized if args.is_normalized else _one_by_one)(stack, args)
+
+    def check(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> None:
+        """Choose the steps of tall matrices; see :meth:`Backend.check`."""
+        if args.is_normalized:
+            _stays_tall(stack if stack.shape[0] > 1 else stack[0], args)
+        super().check(stack, args)
 
 
 def _one_by_one(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
@@ -67,11 +77,68 @@ def _normalized(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor"
     # step, for the same bits.
     x = stack if stack.shape[0] > 1 else stack[0]
     step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
-    x = x.mT if args.is_tall else x
+    is_transposed = args.is_tall
+    if _stays_tall(x, args):
+        step, is_transposed = _tall_step, False
+    x = x.mT if is_transposed else x
     for a, b, c in args.settings.coefficients:
         x = step(x, a, b, c, tp_group=args.parts_group)
-    x = x.mT if args.is_tall else x
+    x = x.mT if is_transposed else x
     return x if x.ndim == 3 else x.unsqueeze(0)
+
+
+def _stays_tall(x: "torch.Tensor", args: NewtonSchulzArgs) -> bool:
+    # On CPUs the bits are usually others, and copies cost nothing beside products.
+    return args.is_tall and x.is_cuda and _tall_steps_keep_bits(x.shape, x.device)
+
+
+def _tall_step(
+    x: "torch.Tensor",
+    a: float,
+    b: float,
+    c: float,
+    tp_group: "dist.ProcessGroup | None" = None,
+) -> "torch.Tensor":
+    """Return ``a X + X (b G + c G^2)`` with ``G = X^T X``; G is symmetric.
+
+    Args:
+        x: ``(rows, cols)``, or ``(num_matrices, rows, cols)``.
+        a: First coefficient.
+        b: Second coefficient.
+        c: Third coefficient.
+        tp_group: Ranks that hold the other rows; None if there are none.
+    """
+    import torch
+    import torch.distributed as dist
+
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    gram = x.mT @ x
+    if tp_group is not None:
+        dist.all_reduce(gram, group=tp_group)
+    return add_product(x, x, add_product(gram, gram, gram, alpha=c, beta=b), beta=a)
+
+
+@functools.cache
+def _tall_steps_keep_bits(shape: "torch.Size", device: "torch.device") -> bool:
+    """Compare two steps on random tall matrices with emerging-optimizers' on transposed ones.
+
+    Kernels decide, by shape: on an H200 they are the same for all sides of models that were tried,
+    and others for 1500 x 1000.
+
+    Memory: that of :meth:`Standard.run` twice, once a shape, at construction.
+    """
+    import torch
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    # Its own generator: Megatron's must be in the same state on tensor-parallel ranks.
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    x = drawn.normal_(std=(shape[-2] * shape[-1]) ** -0.5, generator=generator)
+    y = x.mT
+    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
+    for a, b, c in coefficients_of(2, "quintic"):
+        x, y = _tall_step(x, a, b, c), step(y, a, b, c)
+    return torch.equal(x, y.mT)
 
 
 @functools.cache

@@ -50,24 +50,25 @@ class CostModel:
         ValueError: A rate is not positive.
     """
 
-    # A GPU of the H100 class; nothing here was measured by this project. Others saw 770 to 798
-    # TFLOP/s in products of 8192 x 8192. The curve meets that, and estimates of 620 to 700 at 4096,
-    # 500 to 600 at 2048, 300 to 400 at 768 and 200 to 300 at 512 (stacked). NVLink 4: 450 GB/s per
-    # direction (18 links of 25 GB/s). Source: NVIDIA H100 Tensor Core GPU datasheet.
-    tflops: float = 900.0
-    half_rate_side: float = 1350.0
+    # Measured on an H200, whose arithmetic is an H100's, by python -m megatron_muon.check: 379,
+    # 557, 672 and 698 TFLOP/s at sides 512, 1024, 2048 and 4096, in stacks of stack_tiles. NVLink
+    # 4: 450 GB/s per direction (18 links of 25 GB/s). Source: NVIDIA H100 datasheet.
+    tflops: float = 850.0
+    half_rate_side: float = 620.0
     gbps: float = 450.0
     # One 400 Gb/s InfiniBand or Ethernet port a GPU is 50 GB/s; 45 allows for protocol overhead.
     gbps_between_nodes: float = 45.0
     ranks_per_node: int = 8
-    # Launch of a small kernel, and latency of a small NVLink all-reduce. Estimates.
+    # Launch of a small kernel, and latency of a small NVLink all-reduce. Estimates. A lone matrix
+    # of side 512 took the H200's host 29 us a product; stacks share that, long products hide it.
     kernel_us: float = 5.0
     all_reduce_us: float = 20.0
     # An estimate: the host walks lists of all ranks.
     collective_us: float = 150.0
     num_ns_steps: int = 5
     # Four waves of two tiles on each of 132 multiprocessors (H100, H200), as a power of two: 32
-    # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate.
+    # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. On the H200 larger stacks
+    # of 1536 and 2048 gained 10 % at most, and those of 4096 nothing (docs/gpus.md).
     stack_tiles: int = 1024
     backends: tuple[str, ...] = ("standard",)
     coefficient_type: str = "quintic"
@@ -239,12 +240,12 @@ def _rates() -> dict[str, type[int] | type[float]]:
     }
 
 
-# Rates by compute capability. Rates of products are CostModel's, scaled by the dense bf16 peak of
-# the datasheets (989 TFLOP/s of the H100); none has been measured by this project.
+# Rates by compute capability. Those of A100 and B200 are CostModel's, scaled by the dense bf16 peak
+# of the datasheets (989 TFLOP/s of the H100), and not measured by this project.
 _BY_CAPABILITY = {
-    8: CostModel(tflops=285.0, gbps=300.0, gbps_between_nodes=22.5),  # A100
+    8: CostModel(tflops=270.0, gbps=300.0, gbps_between_nodes=22.5),  # A100
     9: CostModel(),  # H100, H200
-    10: CostModel(tflops=1500.0, gbps=900.0),  # B200
+    10: CostModel(tflops=1420.0, gbps=900.0),  # B200
 }
 
 

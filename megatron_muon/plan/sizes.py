@@ -36,12 +36,12 @@ type Results = dict[Ranks, Counter[int]]
 
 
 def num_elements(stack: Stack) -> int:
-    """Count the elements that a stack takes: a multiple of 8.
+    """Count the elements that a stack takes: a multiple of 128.
 
-    The next stack then begins at a multiple of 16 bytes. GPUs choose kernels by alignment: other
-    addresses can give other bits, and slower products.
+    The next stack then begins at a multiple of 256 bytes, as every allocation of CUDA does. GPUs
+    choose kernels by alignment: at other addresses products can have other bits, and take longer.
     """
-    return -(-sum(part.num_rows * part.num_cols for part in stack) // 8) * 8
+    return -(-sum(part.num_rows * part.num_cols for part in stack) // 128) * 128
 
 
 class Traffic(NamedTuple):

@@ -10,7 +10,8 @@ Files, each importing only those above it::
     arena           memory of a step
     row_kernel      one kernel that moves rectangles, in Triton, and their table on the device
     row_moves       moves a list of rectangles, by the kernel or by torch
-    norms           norms of blocks, summed in float64, and the state of a method
+    moments         second moments of blocks, the state of a method
+    norms           norms of blocks, summed in float64
     local_rows      transfers of local rows, normalized or scaled, and stacks of an owner
     plan_runner     gathers, orthogonalizes and scatters the buckets of one plan
     engine          runs the plans of a rank: local rows in, orthogonalized local rows out

@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that exists while a step runs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.tensors import local_tensor
 
 
 @contextmanager
@@ -102,47 +100,3 @@ class OtherBytes(NamedTuple):
 
 
 NOTHING = OtherBytes()
-
-
-def elementwise_bytes(
-    optimizers: Iterable[torch.optim.Optimizer], device: torch.device
-) -> OtherBytes:
-    """Return the memory of the next step of torch's Adam and of Lion, one after the other.
-
-    Temporaries are those of the largest group, or of the largest parameter where parameters are
-    stepped one by one. Fused kernels have none.
-    """
-    needs = [_elementwise_bytes(optimizer, device) for optimizer in optimizers]
-    return OtherBytes(
-        sum(need.state for need in needs), max((need.temporaries for need in needs), default=0)
-    )
-
-
-def _elementwise_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> OtherBytes:
-    """Return the memory of the next step of one optimizer.
-
-    Source: torch 2.15, torch/optim/adam.py, _single_tensor_adam and _multi_tensor_adam.
-    """
-    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-    new_state, temporaries = 0, 0
-    for group in optimizer.param_groups:
-        sizes = {
-            param: local.nbytes
-            for param in group["params"]
-            if param.grad is not None and (local := local_tensor(param)).device == device
-        }
-        num_states = 2 + group["amsgrad"] if is_adam else 1
-        new_state += num_states * sum(sizes[p] for p in sizes if not optimizer.state.get(p))
-        if not sizes or group.get("fused"):
-            continue
-        # torch's default for DTensors is one by one.
-        foreach = group.get("foreach", True)
-        if foreach is None:
-            foreach = not isinstance(next(iter(sizes)), DTensor)
-        is_copied = is_adam and (
-            group["maximize"] or (group["weight_decay"] and not group.get("decoupled_weight_decay"))
-        )
-        # One by one, temporaries of the parameter before are still there.
-        unit, num = (sum(sizes.values()), 1) if foreach else (max(sizes.values()), 3)
-        temporaries = max(temporaries, unit * (num + 2 * bool(is_copied)))
-    return OtherBytes(new_state, temporaries)

@@ -27,7 +27,7 @@ from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.local_rows import Handle, Rows, StackTask
-from megatron_muon.runtime.norms import Moments
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner, in_range
 from megatron_muon.runtime.row_moves import Addresses
 
@@ -155,20 +155,16 @@ class Engine:
     def check_kernels(self) -> None:
         """Compare backends that have kernels of their own with those that torch computes.
 
-        It also compiles the kernels: otherwise the first step would wait for it.
+        Each shape of this rank's stacks, and without other ranks. It also compiles the kernels:
+        otherwise the first step would wait for it.
 
         Raises:
             Exception: First error of a kernel: wrong results for a shape, or its own error.
 
-        Communication: none, but for kernels that communicate.
         Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
         """
-        errors: list[Exception] = []
         for runner in self.runners:
-            runner.check_kernels(errors)
-        # Raised at the end: other owners of a split matrix wait for this rank in its next check.
-        if errors:
-            raise errors[0]
+            runner.check_kernels()
 
     @torch.no_grad()
     def orthogonalize(

@@ -40,11 +40,11 @@ class PlanInput(NamedTuple):
     Args:
         domain: The ranks that exchange them.
         matrices: All of them, in the same order on all ranks of the domain.
-        handles: By index among the matrices, handles of those with rows on this rank:
-            :meth:`Engine.orthogonalize` is given rows by handle, and yields handles.
+        handles: By index of a matrix with rows on this rank, the handle by which
+            :meth:`Engine.orthogonalize` takes and yields these rows.
         replica_group: Ranks with this rank's rows; None if there are no others.
-        params: By index among the matrices, the parameter of this rank that it belongs to, if it
-            has one: its state may be that of a method.
+        params: By index of a matrix, the parameter that it belongs to, if this rank has it. State
+            of a method is kept with the parameter.
     """
 
     domain: Domain
@@ -103,12 +103,12 @@ def build_engine(
     ]
 
     def build() -> Engine:
-        """Allocate, which may fail on one rank."""
-        return Engine(bound, schedule, newton_schulz, device=device, rows_device=rows_device)
+        """Allocate and check kernels, which may fail on one rank."""
+        engine = Engine(bound, schedule, newton_schulz, device=device, rows_device=rows_device)
+        engine.check_kernels()
+        return engine
 
     engine = on_all_ranks(build, settings, device)
-    # Owners of a split matrix may wait for each other here, so all must have an engine.
-    on_all_ranks(engine.check_kernels, settings, device)
     _connect(engine, device)
     return engine
 

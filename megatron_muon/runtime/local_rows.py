@@ -17,7 +17,8 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
 from megatron_muon.plan.sizes import Stack, num_elements
 from megatron_muon.runtime.exchange import RouteView
-from megatron_muon.runtime.norms import BlockNorms, Moments
+from megatron_muon.runtime.moments import Moments
+from megatron_muon.runtime.norms import BlockNorms
 from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 # Identifies the rows that this rank holds of a matrix: a parameter, or part of one.
@@ -185,7 +186,7 @@ class LocalRows:
                     transfer.completed.append(self._handles[route.matrix])
         return transfer.completed
 
-    def _scale(self, route: Route) -> Sequence[float]:
+    def _scale(self, route: Route) -> tuple[float, float]:
         """Return the two factors of a block, which upstream multiplies with in turn."""
         matrix = self._plan.matrices[route.matrix]
         rows, cols = matrix.blocks[route.block]
@@ -239,11 +240,12 @@ class StackTask:
 
     def check(self) -> None:
         """Compare the backend with its reference; see :meth:`Backend.check`."""
-        # On this rank alone if possible: if its kernel fails, others must not wait for it.
-        args = self.args
-        if not self.backend.communicates:
-            args = dataclasses.replace(args, parts_group=None)
-        self.backend.check(self._rows(), args)
+        # On this rank alone: if its kernel fails, others must not wait for it.
+        args = dataclasses.replace(self.args, parts_group=None)
+        dtype = torch.bfloat16 if args.is_normalized else self.tensor.dtype
+        # The memory of the stack itself exists in a step alone.
+        drawn = torch.empty(self.tensor.shape, dtype=dtype, device=self.tensor.device)
+        self.backend.check(drawn, args)
 
     def apply_method(self, values: torch.Tensor) -> None:
         """Call the method on the results.

@@ -6,8 +6,8 @@ fp32 sums would differ in the last bits with the number of shards. float64 sums 
 norm, rounded to fp32, practically never does (docs/numerics.md).
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,102 +15,9 @@ import torch.distributed as dist
 from megatron_muon.newton_schulz.settings import Namo
 from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.routes import Part, Route
+from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.agreement import own_rank
-
-
-class Moments:
-    """State values that a method keeps per block, of all blocks of a plan: one float32 vector.
-
-    Args:
-        matrices: Of the plan, equal on all ranks.
-        shape_of: Shape of a block's state, by its rows and columns.
-        group: Ranks of the plan; None for a rank alone.
-        device: Where they are.
-        by_owner: Whether the owner of a block alone updates its values.
-
-    Attributes:
-        values: Values of all blocks, ``(num_values,)`` float32.
-
-    Memory: 4 bytes a value on every rank of the plan, and 8 more on the owner of the block.
-    """
-
-    values: torch.Tensor
-
-    def __init__(
-        self,
-        matrices: Sequence[MatrixLayout],
-        shape_of: Callable[[int, int], tuple[int, int]],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        *,
-        by_owner: bool,
-    ) -> None:
-        self.matrices, self._shape_of, self._group = matrices, shape_of, group
-        self.by_owner = by_owner
-        self._first: dict[tuple[int, int], int] = {}
-        self._ends = [0]
-        end = 0
-        for index, matrix in enumerate(matrices):
-            shapes = [shape_of(*block) for block in matrix.blocks]
-            # Columns last: they are one piece then.
-            for block in sorted(range(len(shapes)), key=lambda i: shapes[i][0] < shapes[i][1]):
-                self._first[index, block] = end
-                end += math.prod(shapes[block])
-            self._ends.append(end)
-        self.values = torch.zeros(end, device=device)
-        # Values that other ranks update.
-        self._is_remote = torch.ones(end, dtype=torch.bool, device=device)
-
-    def first(self, matrix: int, block: int) -> int:
-        """Return the position of the first value of a block."""
-        return self._first[matrix, block]
-
-    def range_of(self, matrix: int, num_matrices: int = 1) -> tuple[int, int]:
-        """Return the range of the values of consecutive matrices."""
-        return self._ends[matrix], self._ends[matrix + num_matrices]
-
-    def claim(self, stack: Sequence[Part]) -> torch.Tensor:
-        """Register this rank as the owner of a stack's values.
-
-        Args:
-            stack: Whole blocks of one shape.
-
-        Returns:
-            Indices of the values, ``(num_matrices, *state_shape)`` int64.
-        """
-        rows, cols = stack[0].num_rows, stack[0].num_cols
-        firsts = [self._first[part.matrix, part.block] for part in stack]
-        shape = self._shape_of(rows, cols)
-        index = torch.tensor(firsts)[:, None] + torch.arange(math.prod(shape))
-        index = index.view(-1, *shape).to(self.values.device)
-        self._is_remote[index] = False
-        return index
-
-    def share(self) -> None:
-        """Copy the values of their owners to all ranks of the plan; collective.
-
-        After each step, so that a state is never out of date, and saving it is no collective.
-
-        Communication: one all-reduce of 4 bytes a value, if owners update them.
-        """
-        if self._group is not None and self.by_owner:
-            dist.all_reduce(self.values.masked_fill_(self._is_remote, 0.0), group=self._group)
-
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        """Replace the values by a reduction over the ranks of the plan; collective.
-
-        Args:
-            values: ``(num_values,)`` float32 of this rank, zeros for those that it does not have.
-            operation: Reduction.
-
-        Communication: one all-reduce of 4 bytes a value.
-        """
-        if self._group is not None:
-            dist.all_reduce(values, operation, self._group)
-        self.values.copy_(values)
-
+from megatron_muon.runtime.moments import Moments
 
 # What a CPU converts to float64 at once: 2 MB, which stay in the second-level cache of a core. More
 # in one sum would also cost digits. A GPU converts as it adds.
@@ -140,10 +47,10 @@ class BlockNorms:
     values: torch.Tensor  # (num_blocks,) float32, once reduced
     factors: torch.Tensor | None = None  # of results, likewise
     _first: list[int]  # by matrix, position of its first block among all blocks
-    # Pieces of this rank's rows, in each of which squares are summed at once: matrix, first local
-    # row, number of rows.
+    # Pieces of this rank's rows, block by block; squares of each are summed at once: matrix, first
+    # local row, number of rows.
     _pieces: list[tuple[int, int, int]]
-    _positions: torch.Tensor  # by piece, position of its block, int64
+    _lengths: torch.Tensor  # by block, number of its pieces, int64
     _rows: list[torch.Tensor]  # by piece
 
     def __init__(
@@ -160,8 +67,7 @@ class BlockNorms:
         self._first = [0]
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
-        self._pieces = []
-        positions: list[int] = []
+        by_block: list[list[tuple[int, int, int]]] = [[] for _ in range(self._first[-1])]
         # Regions, not routes, which are cut at the borders of parts: the norm of a slice of columns
         # would take a kernel of its own.
         for index, matrix in enumerate(plan.matrices):
@@ -173,10 +79,11 @@ class BlockNorms:
                 most = region.num_rows
                 if rows_device.type == "cpu":
                     most = max(1, _PIECE_ELEMENTS // region.num_cols)
-                for row in range(region.local_row, end, most):
-                    self._pieces.append((index, row, min(most, end - row)))
-                    positions.append(self._first[index] + region.block)
-        self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
+                by_block[self._first[index] + region.block] += [
+                    (index, row, min(most, end - row)) for row in range(region.local_row, end, most)
+                ]
+        self._pieces = list(itertools.chain(*by_block))
+        self._lengths = torch.tensor(list(map(len, by_block)), device=device)
         self._rows = []
         num_norms = 1 if method is None else 2
         # Sums of this rank's rows: of updates, and with a method of gradients.
@@ -207,11 +114,14 @@ class BlockNorms:
             self._sum(1, self._cut(rows))
 
     def _sum(self, kind: int, rows: Sequence[torch.Tensor]) -> None:
-        squares = self._squares[kind].zero_()
-        if rows:
-            own = sums_of_squares(rows)
-            own = own if own.device == self._device else own.to(self._device)
-            squares.index_add_(0, self._positions, own)
+        if not rows:
+            self._squares[kind].zero_()
+            return
+        own = sums_of_squares(rows)
+        own = own if own.device == self._device else own.to(self._device)
+        # In one order: index_add_ adds by atomics on a GPU.
+        sums = torch.segment_reduce(own, "sum", lengths=self._lengths, unsafe=True, initial=0)
+        self._squares[kind].copy_(sums)
 
     def reduce(self) -> None:
         """Add up the squares of all ranks, and compute the norms."""

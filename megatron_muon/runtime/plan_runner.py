@@ -17,7 +17,6 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, StackMeth
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import OwnedStacks, RankPlan
 from megatron_muon.plan.staging import PlanOffsets
-from megatron_muon.runtime.agreement import capture_error
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import (
     BucketMessages,
@@ -36,7 +35,7 @@ from megatron_muon.runtime.local_rows import (
     StackBuffers,
     StackTask,
 )
-from megatron_muon.runtime.norms import Moments
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 
@@ -275,23 +274,14 @@ class PlanRunner:
         if self._all_gather is not None:
             self._all_gather.connect()
 
-    def check_kernels(self, errors: list[Exception]) -> None:
-        """Check kernels, and append their errors to a list; see :meth:`Engine.check_kernels`."""
-        # Sorted by owners: a rank may be in several groups, and all must connect them in one order.
-        connections = {
-            (task.owners, task.backend.name) for task in self._tasks if len(task.owners) > 1
+    def check_kernels(self) -> None:
+        """Check the backends of all shapes; see :meth:`Engine.check_kernels`."""
+        by_shape = {
+            (task.backend.name, task.tensor.shape, task.args.whole_shape): task
+            for task in self._tasks
         }
-        for owners, name in sorted(connections):
-            with capture_error(errors):
-                BACKENDS[name].connect(self._parts_groups[owners])
-        checked = set()
-        for task in self._tasks:
-            parts_group = task.args.parts_group if task.backend.communicates else None
-            key = task.backend.name, task.tensor.shape, task.args.whole_shape, parts_group
-            if task.backend.reference is not None and key not in checked:
-                checked.add(key)
-                with capture_error(errors):
-                    task.check()
+        for task in by_shape.values():
+            task.check()
 
     def wait_for_leftovers(self) -> None:
         """Wait for collectives of a step that ended with an exception: they may use the memory."""

@@ -8,7 +8,7 @@ build one each.
 
 Files, each importing only those above it::
 
-    elementwise     weight decay and momentum of a whole group at once, and scale factors
+    elementwise     weight decay and momentum of a group at once, scale factors; memory of others
     lion            Lion on local rows
     dependencies    names and numbers of torch and emerging-optimizers that the step relies on
     stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters

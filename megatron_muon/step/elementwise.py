@@ -1,13 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Elementwise parts of a step: weight decay and momentum of a whole group, and scale factors."""
+"""Elementwise parts of a step: decay, momentum, scale factors; memory of other optimizers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
+
+from megatron_muon.newton_schulz.settings import Scale
+from megatron_muon.runtime.arena import OtherBytes
+from megatron_muon.runtime.tensors import local_tensor
 
 # Factors of a weight that is decayed by (weight decay, learning rate); "l2" decays the gradient.
 # Source: emerging-optimizers 0.3.0, WeightDecayMixin.
@@ -105,8 +109,6 @@ _OTHER_SCALES: dict[str, tuple[MuonScaleT | None, float]] = {
     "spectral_unclamped": ("unit_rms_norm", 1.0),
     "none": (None, 1.0),
 }
-# Maps outputs and inputs of a matrix to two factors.
-type Scale = Callable[[int, int], tuple[float, float]]
 SCALE_MODES = (*get_args(MuonScaleT), *_OTHER_SCALES)
 
 
@@ -123,3 +125,47 @@ def scale_function(mode: str, extra_factor: float) -> Scale:
         return by_shape, factor * extra_factor
 
     return scale
+
+
+def elementwise_bytes(
+    optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+) -> OtherBytes:
+    """Return the memory of the next step of torch's Adam and of Lion, one after the other.
+
+    Temporaries are those of the largest group, or of the largest parameter where parameters are
+    stepped one by one. Fused kernels have none.
+    """
+    needs = [_elementwise_bytes(optimizer, device) for optimizer in optimizers]
+    return OtherBytes(
+        sum(need.state for need in needs), max((need.temporaries for need in needs), default=0)
+    )
+
+
+def _elementwise_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> OtherBytes:
+    """Return the memory of the next step of one optimizer.
+
+    Source: torch 2.15, torch/optim/adam.py, _single_tensor_adam and _multi_tensor_adam.
+    """
+    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    new_state, temporaries = 0, 0
+    for group in optimizer.param_groups:
+        sizes = {
+            param: local.nbytes
+            for param in group["params"]
+            if param.grad is not None and (local := local_tensor(param)).device == device
+        }
+        num_states = 2 + group["amsgrad"] if is_adam else 1
+        new_state += num_states * sum(sizes[p] for p in sizes if not optimizer.state.get(p))
+        if not sizes or group.get("fused"):
+            continue
+        # torch's default is one by one on a CPU alone: it has lists of DTensors too.
+        foreach = group.get("foreach", True)
+        if foreach is None:
+            foreach = device.type != "cpu"
+        is_copied = is_adam and (
+            group["maximize"] or (group["weight_decay"] and not group.get("decoupled_weight_decay"))
+        )
+        # One by one, temporaries of the parameter before are still there.
+        unit, num = (sum(sizes.values()), 1) if foreach else (max(sizes.values()), 3)
+        temporaries = max(temporaries, unit * (num + 2 * bool(is_copied)))
+    return OtherBytes(new_state, temporaries)

@@ -171,7 +171,7 @@ class MatrixStep:
         rows_elsewhere: bool = False,
     ) -> None:
         self.engine, self.settings, self._device = engine, settings, device
-        self._is_beside = rows_elsewhere
+        self._rows_elsewhere = rows_elsewhere
         self.hooks: list[StepHooks] = []
         handles: list[RowIndex] = engine.handles
         self._num_matrices = Counter(handle.param for handle in handles)
@@ -223,7 +223,7 @@ class MatrixStep:
             if self.arena.num_bytes:
                 self.arena.allocate()
         needs = [others.temporaries]
-        if not self._is_beside:
+        if not self._rows_elsewhere:
             needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
         self.engine.reserve(OtherBytes(others.state, max(needs)))
 
@@ -258,13 +258,13 @@ class MatrixStep:
         self._find_views(weights, momentum, results)
         for hook in self.hooks:
             hook.begin(grads)
-        without = {i for i, grad in enumerate(grads) if grad is None}
+        without_grad = {i for i, grad in enumerate(grads) if grad is None}
         with in_range("momentum"):
             for chunk in self._chunks:
                 self._advance(chunk, groups[chunk.group], grads)
         if self._in_results:
-            # Their results are not used.
-            for i in without:
+            # Exchanged all the same, as others may have a gradient; results are dropped.
+            for i in without_grad:
                 results[i].copy_(momentum[i])
         if self.hooks and self.settings.offload_momentum and self._device.type == "cuda":
             # The host reads momentum that is still being copied.
@@ -275,7 +275,7 @@ class MatrixStep:
             arrivals = self.engine.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
                 with in_range("update"):
-                    self._update(groups, number, done, without)
+                    self._update(groups, number, done, without_grad)
         self.arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()
@@ -360,7 +360,7 @@ class MatrixStep:
         groups: Sequence[Mapping[str, Any]],
         number: int,
         done: Iterable[Any],
-        without: set[int],
+        without_grad: set[int],
     ) -> None:
         """Update the parameters whose last matrix has arrived, all of a group at once."""
         if number == len(self._arrivals):
@@ -368,8 +368,8 @@ class MatrixStep:
         for arrival in self._arrivals[number]:
             weights, _, results = self._seen
             positions, targets, updates = arrival.positions, arrival.weights, arrival.results
-            if not without.isdisjoint(positions):
-                positions = [i for i in positions if i not in without]
+            if not without_grad.isdisjoint(positions):
+                positions = [i for i in positions if i not in without_grad]
                 targets, updates = [weights[i] for i in positions], [results[i] for i in positions]
             if not positions:
                 continue

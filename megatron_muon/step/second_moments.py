@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.newton_schulz.settings import Namo, NorMuon, StackMethod
+from megatron_muon.newton_schulz.settings import Namo, NorMuon, Scale, StackMethod
 from megatron_muon.rows.parameters import PlannedParameter, cutting_axes
 from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.norms import Moments
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import Scale
 from megatron_muon.step.matrix_step import CHUNK_ELEMENTS, MatrixStep, StepHooks, chunks_of
 
 METHODS = ("adamuon", "normuon", "namo")
-KEY = "moment2_buffer"
+MOMENT2_BUFFER = "moment2_buffer"
 
 
 def method_problems(method: object, weight_decay_method: str) -> list[str]:
@@ -122,7 +121,7 @@ class SecondMoments:
         return [
             AdaMuon(
                 step.params,
-                lambda position: local_tensor(state_of(position)[KEY]),
+                lambda position: local_tensor(state_of(position)[MOMENT2_BUFFER]),
                 factors,
                 *self._settings,
             )
@@ -136,15 +135,15 @@ class SecondMoments:
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add missing tensors to a state, and copy loaded values into the values of plans."""
         for param, values in state.items():
-            if self.is_elementwise and "momentum_buffer" in values and KEY not in values:
-                values[KEY] = torch.zeros_like(param, dtype=torch.float32)
+            if self.is_elementwise and "momentum_buffer" in values and MOMENT2_BUFFER not in values:
+                values[MOMENT2_BUFFER] = torch.zeros_like(param, dtype=torch.float32)
         for param in self._places:
             self._place(param, state[param])
 
     def _place(self, param: torch.Tensor, values: dict[str, Any]) -> None:
         view = self._views[param]
-        local_tensor(view).copy_(local_tensor(values.get(KEY, view)))
-        values[KEY] = view
+        local_tensor(view).copy_(local_tensor(values.get(MOMENT2_BUFFER, view)))
+        values[MOMENT2_BUFFER] = view
 
     def publish(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Complete a state before a save; nothing to do for views."""

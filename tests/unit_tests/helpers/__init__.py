@@ -20,11 +20,10 @@ fused_linear        a stand-in for Transformer Engine's linear layer with fused 
 whole_matrices      Muon and Newton-Schulz of emerging-optimizers, on whole matrices
 exact               Newton-Schulz in float64, and matrices that are hard for it
 stacks              Newton-Schulz on a stack, with settings by name
-cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
 fsdp2_models        matrices in every layout that FSDP2 makes, and plain ones
 megatron_fsdp       models that Megatron-FSDP has sharded, of versions 1 and 2
 triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
-fake_cuda           CUDA tensors without a GPU, and their allocations
+fake_cuda           CUDA tensors without a GPU, and what a step asks of it
 later_releases      later releases of emerging-optimizers
 commands            commands that tests run as users do
 ==================  ============================================================================

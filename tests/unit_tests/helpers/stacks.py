@@ -15,7 +15,7 @@ def settings(
     steps: int = 5, coefficient_type: str = "quintic", *, is_bf16: bool = True
 ) -> NewtonSchulzSettings:
     """Return settings without a scale."""
-    return NewtonSchulzSettings(steps, coefficient_type, is_bf16, lambda rows, cols: (1.0,))
+    return NewtonSchulzSettings(steps, coefficient_type, is_bf16, lambda rows, cols: (1.0, 1.0))
 
 
 def orthogonalized(

@@ -20,7 +20,7 @@ STEPS, COEFFICIENTS = 5, "quintic"
 
 def settings(*, is_bf16: bool = True) -> NewtonSchulzSettings:
     """Return the settings of these steps, without a scale."""
-    return NewtonSchulzSettings(STEPS, COEFFICIENTS, is_bf16, lambda rows, cols: (1.0,))
+    return NewtonSchulzSettings(STEPS, COEFFICIENTS, is_bf16, lambda rows, cols: (1.0, 1.0))
 
 
 class WholeMuon:

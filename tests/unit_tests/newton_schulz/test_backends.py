@@ -28,9 +28,6 @@ from megatron_muon.newton_schulz.kernels import GramSymmetric, Symmetric
 from megatron_muon.plan.cost import CostModel
 
 CPU = torch.device("cpu")
-# Of split ones there is one more: test_transformer_engine.py.
-# A function of the user's has tests of its own (fsdp2/test_options.py).
-OF_WHOLE_MATRICES = [name for name in BACKENDS if name != "transformer_engine"]
 SHAPES = [(24, 96), (96, 24), (32, 32), (40, 67)]
 TYPES = ["quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"]
 
@@ -98,7 +95,7 @@ def test_one_row_or_column_is_a_matrix_too(shape):
     assert relative_error(found, exact(stack)) < 1e-5
 
 
-@pytest.mark.parametrize("backend", OF_WHOLE_MATRICES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
     """The Gram form in fp32 and rounded once is closer than any bf16 steps."""
     stack = normalized(torch.randn(4, 48, 192)).bfloat16()
@@ -109,7 +106,7 @@ def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
     assert relative_error(found, expected) < (2.0**-8 if "gram" in backend else 3 * 2.0**-8)
 
 
-@pytest.mark.parametrize("backend", OF_WHOLE_MATRICES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_fp32_messages_is_normalized_by_the_backend(backend):
     """Results are bf16-valued fp32, as upstream's function returns them."""
     stack = torch.randn(2, 24, 40) * 1e3
@@ -169,7 +166,7 @@ def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=2.0**-9)
 
 
-@pytest.mark.parametrize("backend", OF_WHOLE_MATRICES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_zeros_slot_and_neighbours_stay_apart(backend):
     """A matrix is the same wherever it is in a stack, and whatever is beside it."""
     stack = normalized(torch.randn(4, 24, 40)).bfloat16()
@@ -291,13 +288,8 @@ def test_shape_and_cost_choose_the_backend():
         ("gram_symmetric", (256, 512), 1, ["gram", "gram_symmetric"]),
         ("gram_symmetric", (256, 512), 2, ["gram", "gram_symmetric"]),
         ("gram_symmetric", (256, 520), 2, ["gram"]),
-        ("transformer_engine", (64, 96), 4, ["transformer_engine", "standard"]),
-        ("transformer_engine", (64, 96), 1, ["standard"]),  # a whole matrix
-        ("transformer_engine", (64, 98), 4, ["standard"]),  # unequal parts
         ("auto", (64, 64), 1, ["standard", "gram"]),
-        # Not symmetric: tiles that are chosen by timing may change bits after a restart. Nor
-        # transformer_engine, whose cost is unknown.
-        ("auto", (4096, 4096), 1, ["standard", "gram", "gram_symmetric"]),
+        ("auto", (4096, 4096), 1, ["standard", "symmetric", "gram", "gram_symmetric"]),
     ],
 )
 def test_kernels_take_the_shapes_they_can_load(choice, shape, num_parts, expected):

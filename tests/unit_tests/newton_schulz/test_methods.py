@@ -12,7 +12,7 @@ from helpers.fsdp2_models import drawn
 from megatron_muon.newton_schulz.settings import Namo, NorMuon
 from megatron_muon.plan.layout import MatrixLayout, Region
 from megatron_muon.plan.routes import Part
-from megatron_muon.runtime.norms import Moments
+from megatron_muon.runtime.moments import Moments
 
 
 @pytest.mark.parametrize(

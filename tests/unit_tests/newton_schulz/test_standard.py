@@ -11,6 +11,7 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from helpers.device import device
 from helpers.stacks import orthogonalized, settings
 
+from megatron_muon.newton_schulz import standard
 from megatron_muon.newton_schulz.standard import least_norm
 
 SHAPES = [(48, 24), (24, 48), (32, 32), (1, 16), (16, 1), (130, 67)]
@@ -88,3 +89,43 @@ def test_least_norm_is_that_of_the_installed_release(monkeypatch):
         monkeypatch.setattr(muon_utils, "newton_schulz", lambda x, eps=eps: x)
         assert least_norm() == eps
     least_norm.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(48, 24), (3, 48, 24), (130, 67)])
+def test_steps_of_tall_matrices_are_those_of_transposed_ones(shape):
+    """In float64, where rounding hides nothing; the owners of two halves of the rows too."""
+    x = torch.randn(shape, dtype=torch.float64) / 40
+    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
+    expected = step(x.mT, 3.4, -4.8, 2.0).mT
+    torch.testing.assert_close(standard._tall_step(x, 3.4, -4.8, 2.0), expected, rtol=0, atol=1e-14)
+    halves = x.split(x.shape[-2] // 2, dim=-2)
+    grams = [half.mT @ half for half in halves]
+    for half, other, part in zip(
+        halves, reversed(grams), expected.split(x.shape[-2] // 2, dim=-2), strict=True
+    ):
+        with mock.patch(
+            "torch.distributed.all_reduce", lambda gram, other=other, **_: gram.add_(other)
+        ):
+            found = standard._tall_step(half, 3.4, -4.8, 2.0, tp_group=object())
+        torch.testing.assert_close(found, part, rtol=0, atol=1e-14)
+
+
+def test_tall_matrices_are_transposed_where_bits_would_change():
+    """The comparison sees a last bit; kernels of CPUs choose by themselves, so both are given."""
+    shape, cpu = torch.Size((64, 32)), torch.device("cpu")
+
+    def upstream(x: torch.Tensor, *coefficients: float) -> torch.Tensor:
+        """Step as emerging-optimizers does."""
+        return muon_utils.newton_schulz_step(x.mT, *coefficients).mT
+
+    def other(x: torch.Tensor, *coefficients: float) -> torch.Tensor:
+        """Change one element by a last bit."""
+        found = upstream(x, *coefficients).contiguous()
+        found.view(torch.int16)[5, 7] ^= 1
+        return found
+
+    for step, is_equal in ((upstream, True), (other, False)):
+        standard._tall_steps_keep_bits.cache_clear()
+        with mock.patch.object(standard, "_tall_step", step):
+            assert standard._tall_steps_keep_bits(shape, cpu) == is_equal
+    standard._tall_steps_keep_bits.cache_clear()

@@ -30,7 +30,7 @@ def _interpreted() -> list[list[Any]]:
     from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
-    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0, 1.0))
     generator = torch.Generator().manual_seed(0)
     found = []
     for shape, tile in itertools.product(SHAPES, TILES):

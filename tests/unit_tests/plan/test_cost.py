@@ -36,7 +36,8 @@ def test_small_matrices_run_at_a_lower_rate():
     cost = CostModel(kernel_us=0)
     for side in (512, 1350, 8192):
         rate = cost.work(side, side).flops / cost.newton_schulz_ns(side, side) / 1000
-        assert rate == pytest.approx(900 * side / (side + 1350), rel=1e-4)
+        expected = cost.tflops * side / (side + cost.half_rate_side)
+        assert rate == pytest.approx(expected, rel=1e-4)
 
 
 def test_stacks_fill_a_gpu_and_are_powers_of_two():

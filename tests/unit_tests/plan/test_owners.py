@@ -82,7 +82,7 @@ def test_fast_links_leave_no_rank_with_much_more_than_its_share(matrices, cost, 
 
 @given(matrix_lists(), COSTS, LOADS)
 def test_owners_do_not_depend_on_which_layouts_are_one_object(matrices, cost, before):
-    """Ranks build layouts one by one or share them: sums by object once were sums of floats."""
+    """A rank may build equal layouts one by one, or use one object: no sum depends on it."""
     copies = []
     for matrix in matrices:
         copy = dataclasses.replace(matrix)

@@ -65,7 +65,7 @@ def test_dense_matrices_balance_whole_experts(capsys):
     """
     report = _report(capsys, "--preset", "qwen3-30b-a3b", "--dp", "64", "--ep", "8")
     assert len(report["matrices"]) == 48 * (128 * 2 + 3)
-    assert report["moved_fraction"] < 0.1
+    assert report["moved_fraction"] < 0.11
     assert report["busiest_over_ideal"] < 1.06
     # One for each matrix would be 338 on one rank.
     assert max(rank["num_calls"] for rank in report["ranks"]) <= 40

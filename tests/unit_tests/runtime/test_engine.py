@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Owner compute on gloo ranks: bytes on the comm_dtype, memory, cut matrices, faults."""
+"""The engine on several ranks: bytes of messages, memory, split matrices, faults."""
 
 import itertools
 import math
@@ -22,8 +22,6 @@ from helpers.sharded_muon import (
 
 pytestmark = pytest.mark.ranks
 
-OWNER = {}
-
 
 def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
     """Step once, counting what is handed to torch.distributed for other ranks."""
@@ -32,7 +30,7 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
     from megatron_muon.report.rank_report import build_report
 
     num_shards = 2 if grid else 4
-    exchange = {**OWNER, "comm_dtype": comm_dtype, "num_buckets": 3}
+    exchange = {"comm_dtype": comm_dtype, "num_buckets": 3}
     optimizers = build_optimizers(num_shards, {}, exchange, **grid)
     counted: Counter[str] = Counter()
     # The runtime's threads start spreads while this thread counts other collectives.

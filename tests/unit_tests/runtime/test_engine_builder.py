@@ -51,7 +51,7 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
     )
     if what != "norms":
         # Only what the arena asks for; the rest of torch goes on as it is.
-        fake = SimpleNamespace(empty=empty, uint8=torch.uint8)
+        fake = SimpleNamespace(empty=empty, uint8=torch.uint8, cuda=torch.cuda)
         replaced = mock.patch.object(arena, "torch", fake)
     with replaced:
         try:

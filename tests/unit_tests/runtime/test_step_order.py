@@ -134,7 +134,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         return newton_schulz(self, stack, call)
 
     Standard.run = logged
-    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0, 1.0))
     shards = {"local": torch.randn(16, 8), "shared": torch.randn(6 if rank == 0 else 10, 8)}
     names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
     parameters = {index: shards[name] for index, name in names.items()}

@@ -93,7 +93,7 @@ def _two_kinds(
     torch.set_float32_matmul_precision("highest")
     compute = build_engine(
         [each.plan_input() for each in kinds],
-        NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0,)),
+        NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0, 1.0)),
         ExchangeSettings(num_buckets=num_buckets),
         device=device(),
     )

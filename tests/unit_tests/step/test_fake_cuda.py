@@ -1,0 +1,232 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the third step of each optimizer asks of a GPU, on fake CUDA tensors, as one rank."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from helpers.fake_cuda import Recorder, fake_cuda
+
+from megatron_muon.fsdp2 import Muon, MuonAdamW
+from megatron_muon.step.elementwise import elementwise_bytes
+
+SHAPES = [(256, 256)] * 4 + [(1024, 256)] * 2
+SMALL_BYTES = 1_000
+
+
+def _parameters(shapes: Sequence[tuple[int, int]]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
+
+
+@contextmanager
+def _muon() -> Iterator[tuple[Recorder, Any]]:
+    with fake_cuda() as recorder:
+        yield recorder, Muon(_parameters(SHAPES), nesterov=True)
+
+
+@contextmanager
+def _muon_adamw() -> Iterator[tuple[Recorder, Any]]:
+    with fake_cuda() as recorder:
+        groups = [
+            {"params": _parameters(SHAPES)},
+            {"params": _parameters([(2048, 256)] * 2), "algorithm": "adamw"},
+        ]
+        yield recorder, MuonAdamW(groups)
+
+
+def _norm_on_device(_: int, __: Any, tensors: Any, *___: Any) -> tuple[torch.Tensor, None]:
+    """Stand in for Apex's and Transformer Engine's norm, which the host does not read."""
+    return torch.stack(torch._foreach_norm(tensors[0])).norm().reshape(1), None
+
+
+def _scale_on_device(_: int, __: Any, tensors: Any, factor: torch.Tensor) -> None:
+    """Stand in for Transformer Engine's scaling by a factor on the device."""
+    torch._foreach_mul_(tensors[1], factor.reshape(()))
+
+
+def _gather_of_one_rank(values: list[Any], value: Any, group: Any = None) -> None:
+    values[:] = [value] * len(values)
+
+
+@contextmanager
+def _chained(has_transformer_engine: bool) -> Iterator[tuple[Recorder, Any]]:
+    """Build the chained optimizer of a GPT under Megatron-FSDP, whose weights are clipped."""
+    import torch.distributed as dist
+    from counting import uncounted
+    from gpt_under_fsdp import build_gpt
+    from helpers.toy_fsdp import build_optimizer
+    from megatron.core import parallel_state
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.optimizer import clip_grads
+    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import megatron_muon
+
+    init_meshes = uncounted(FullyShardedDataParallel._init_dist_index)
+    replaced = [
+        # Ranks in meshes are numbers.
+        (FullyShardedDataParallel, "_init_dist_index", init_meshes),
+        (dist, "all_gather_object", _gather_of_one_rank),
+        # The model is on the device; fake parameters cannot be moved.
+        (torch.nn.Module, "to", lambda self, *_, **__: self),
+        (torch.cuda, "empty_cache", lambda: None),
+        (clip_grads, "l2_norm_impl", _norm_on_device),
+        (
+            clip_grads,
+            "multi_tensor_scale_tensor_impl",
+            _scale_on_device if has_transformer_engine else None,
+        ),
+    ]
+    with ExitStack() as stack:
+        megatron_muon.enable()
+        stack.callback(megatron_muon.disable)
+        # With options, whose timeout new groups get.
+        options = {"store": FakeStore(), "pg_options": FakeProcessGroup.Options()}
+        dist.init_process_group("fake", rank=0, world_size=1, **options)
+        stack.callback(dist.destroy_process_group)
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        recorder = stack.enter_context(fake_cuda())
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        stack.callback(parallel_state.destroy_model_parallel)
+        with torch.device("cuda"):
+            model = build_gpt(
+                8192,
+                32,
+                num_layers=2,
+                hidden_size=256,
+                num_attention_heads=4,
+                normalization="RMSNorm",
+                add_bias_linear=False,
+                perform_initialization=False,
+            )
+        # The norm is 1: all gradients are clipped.
+        optimizer = build_optimizer(model, muon_nesterov=True, clip_grad=0.1)
+        # The gather belongs to the next forward pass; FakeTensors do not know coalesced ones.
+        model.start_param_sync = mock.Mock()
+        model.finish_grad_sync()
+        yield recorder, optimizer
+
+
+class Case(NamedTuple):
+    """An optimizer, and what its third step may ask for.
+
+    Args:
+        build: Context with a recorder and the optimizer.
+        readers: Files whose reads the host waits for.
+        launches: Most operations, the kernel that moves rows among them.
+        products: Most matrix products.
+        num_bytes: Most bytes that operations read and write, by parameter element.
+    """
+
+    build: Callable[[], Any]
+    readers: Sequence[str]
+    launches: int
+    products: int
+    num_bytes: float
+
+
+CASES = {
+    "fsdp2.Muon": Case(_muon, ["fsdp2/gradients.py"], 31, 30, 80.1),
+    "fsdp2.MuonAdamW": Case(_muon_adamw, ["fsdp2/gradients.py"], 39, 30, 84.6),
+    "FSDPMuonChainedOptimizer": Case(
+        functools.partial(_chained, True), ["mcore/chained_optimizer.py"], 77, 45, 98.7
+    ),
+    "FSDPMuonChainedOptimizer without Transformer Engine": Case(
+        functools.partial(_chained, False),
+        # Upstream reads the norm itself.
+        ["megatron/core/optimizer/clip_grads.py", "mcore/chained_optimizer.py"],
+        94, 45, 106.7,
+    ),
+}  # fmt: skip
+
+
+class Step(NamedTuple):
+    """The third step of a case, and the number of parameter elements."""
+
+    recorder: Recorder
+    num_elements: int
+
+
+@functools.cache
+def _third_step(name: str) -> Step:
+    with CASES[name].build() as (recorder, optimizer):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for _ in range(3):
+            for param in params:
+                if not name.startswith("FSDP"):
+                    param.grad = torch.empty_like(param)
+            recorder.clear()
+            optimizer.step()
+        return Step(recorder, sum(param.numel() for param in params))
+
+
+of_each_optimizer = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.megatron] if name.startswith("FSDP") else [])
+        for name in CASES
+    ],
+)
+
+
+@of_each_optimizer
+def test_host_waits_once_for_the_gradients(name):
+    """Each read of a value waits for all that the device has been asked for."""
+    waits = _third_step(name).recorder.waits
+    assert [wait.file for wait in waits] == CASES[name].readers, waits
+
+
+@of_each_optimizer
+def test_host_copies_nothing_that_is_not_pinned(name):
+    """The norm, a number, was copied to the device from pageable memory: the host waited again."""
+    assert _third_step(name).recorder.slow_copies == []
+
+
+@of_each_optimizer
+def test_no_operation_has_tensors_of_two_devices(name):
+    """Lists with a tensor in CPU memory are computed tensor by tensor, or not at all."""
+    assert _third_step(name).recorder.mixed == []
+
+
+@of_each_optimizer
+def test_nothing_is_allocated_after_ranks_agree(name):
+    """The last read is where ranks agree: one that runs out of memory later leaves the others."""
+    recorder = _third_step(name).recorder
+    assert recorder.not_agreed_on(recorder.waits[-1].num_allocations, SMALL_BYTES) == []
+
+
+@pytest.mark.megatron
+def test_adam_asks_for_the_memory_of_its_step():
+    """On a GPU it steps DTensors at once; three of the largest were asked for, as one by one."""
+    with _chained(True) as (recorder, optimizer):
+        matrices = optimizer.chained_optimizers[0].get_parameters()
+        adam = torch.optim.AdamW(matrices)
+        # It makes the state, and DTensor finds the shapes of results by fake tensors of its own.
+        adam.step()
+        asked = elementwise_bytes([adam], torch.device("cuda", 0))
+        recorder.clear()
+        recorder.wait("agreement")
+        adam.step()
+    most_bytes = max(each.live_bytes for each in recorder.allocations)
+    assert asked.state + asked.temporaries == most_bytes
+    assert most_bytes > 3 * max(each._local_tensor.nbytes for each in matrices)
+
+
+@of_each_optimizer
+def test_launches_and_bytes_are_within_their_bounds(name):
+    """They are counts, which no machine changes: whoever removes an operation lowers the bound."""
+    recorder, num_elements = _third_step(name)
+    case = CASES[name]
+    launches, products = recorder.operations.total(), recorder.matrix_products.total()
+    num_bytes = recorder.num_bytes.total() / num_elements
+    # A bound far above would hold nothing.
+    assert 0.9 * case.launches <= launches <= case.launches, recorder.operations
+    assert products == case.products
+    assert 0.95 * case.num_bytes <= num_bytes <= case.num_bytes, recorder.num_bytes
