@@ -37,6 +37,7 @@ from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import in_range
 from megatron_muon.runtime.tensors import is_same_memory, join_adjacent, local_tensor
 from megatron_muon.step.elementwise import advance_momentum
+from megatron_muon.step.stored_state import CopyBack
 
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
 # microseconds, longer than a launch takes.
@@ -118,12 +119,14 @@ class _Chunk:
     Args:
         group: Position of the group.
         positions: Of the parameters.
+        slot: Slot of staging memory.
         staged: Memory of their momentum in float32; none if it is averaged where it is kept.
         lists: Weights, momentum, results and staged momentum, which may be joined tensors.
     """
 
     group: int
     positions: list[int]
+    slot: int
     staged: list[torch.Tensor]
     lists: list[list[torch.Tensor]] = field(default_factory=list)
 
@@ -157,7 +160,8 @@ class MatrixStep:
     Memory: while a step runs
 
         - results, 4 bytes an element, unless they overwrite gradients,
-        - 64 MB or the largest parameter, for momentum that is staged in float32,
+        - 64 MB or the largest parameter, for momentum that is staged in float32; twice that if it
+          is kept in CPU memory,
         - messages and stacks, see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -189,14 +193,22 @@ class MatrixStep:
         chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
         largest = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
-        num_staged = largest * stages
-        # torch converts bfloat16 on the device, into memory of its own, if it comes from a CPU.
-        self._copied_bytes = 2 * num_staged
+        # A chunk is copied back to CPU memory while the next one is advanced.
+        num_slots = stages * (1 + settings.offload_momentum)
+        num_staged = num_slots * largest
+        self._copy_back = CopyBack(device, to_cpu=settings.offload_momentum)
+        # torch converts bfloat16 on the device, into memory of its own, where one side is a CPU's.
+        self._copied_bytes = 2 * (num_staged + largest * settings.offload_momentum)
         self.arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
         self._chunks = [
-            _Chunk(group, chunk, self._views(chunk, num_results) if stages else [])
-            for group, chunk in chunks
+            _Chunk(
+                group,
+                chunk,
+                slot := number % max(num_slots, 1),
+                self._views(chunk, num_results + slot * largest) if stages else [],
+            )
+            for number, (group, chunk) in enumerate(chunks)
         ]
         self.arena.free()
         self._forget()
@@ -268,6 +280,7 @@ class MatrixStep:
                 results[i].copy_(momentum[i])
         if self.hooks and self.settings.offload_momentum and self._device.type == "cuda":
             # The host reads momentum that is still being copied.
+            self._copy_back.wait_for_all()
             torch.cuda.current_stream(self._device).synchronize()
         for hook in self.hooks:
             hook.advanced(momentum)
@@ -276,6 +289,7 @@ class MatrixStep:
             for number, done in enumerate(arrivals):
                 with in_range("update"):
                     self._update(groups, number, done, without_grad)
+        self._copy_back.wait_for_all()
         self.arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()
@@ -339,6 +353,7 @@ class MatrixStep:
                 for n in narrow:
                     grads[n] = results[n]
         if staged:
+            self._copy_back.wait(chunk.slot)
             # Averaged in float32 on the device, and rounded once.
             torch._foreach_copy_(staged, kept, non_blocking=True)
         advance_momentum(
@@ -351,9 +366,9 @@ class MatrixStep:
             updates=results,
         )
         if staged:
-            torch._foreach_copy_(kept, staged, non_blocking=True)
             if not self.settings.nesterov:
                 torch._foreach_copy_(results, staged)
+            self._copy_back.start(chunk.slot, kept, staged)
 
     def _update(
         self,

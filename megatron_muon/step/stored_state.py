@@ -58,6 +58,56 @@ def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
     return DTensor(memory, tensor._spec, requires_grad=False)
 
 
+class CopyBack:
+    """Copies of new momentum from staging memory to the memory where it is kept.
+
+    Into CPU memory they run on a stream of their own: beside the copy of the next chunk to the
+    device, which a link can do at the same time, and the last ones beside the exchange.
+
+    Args:
+        device: Of the staging memory.
+        to_cpu: Whether momentum is kept in CPU memory.
+
+    Memory: for bfloat16 momentum in CPU memory 2 bytes an element of each chunk in flight.
+    """
+
+    def __init__(self, device: torch.device, *, to_cpu: bool) -> None:
+        is_beside = to_cpu and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_beside else None
+        self._device = device
+        # By slot of staging memory, the end of its last copy, and memory that it reads.
+        self._in_flight: dict[int, tuple[torch.cuda.Event, list[torch.Tensor]]] = {}
+
+    def start(self, slot: int, kept: list[torch.Tensor], staged: list[torch.Tensor]) -> None:
+        """Copy, rounded to the dtype of the kept momentum.
+
+        Args:
+            slot: Slot of the staging memory.
+            kept: Momentum where it is kept.
+            staged: Same shapes, float32.
+        """
+        if self._stream is None:
+            torch._foreach_copy_(kept, staged, non_blocking=True)
+            return
+        # Here, as the step has reserved no memory for another stream.
+        sources = [new.to(old.dtype) for new, old in zip(staged, kept, strict=True)]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(kept, sources, non_blocking=True)
+            self._in_flight[slot] = self._stream.record_event(), sources
+
+    def wait(self, slot: int) -> None:
+        """Let the current stream wait until a slot of staging memory may be overwritten."""
+        if slot in self._in_flight:
+            end, _ = self._in_flight.pop(slot)
+            torch.cuda.current_stream(self._device).wait_event(end)
+
+    def wait_for_all(self) -> None:
+        """Let the current stream wait for all copies."""
+        for slot in tuple(self._in_flight):
+            self.wait(slot)
+
+
 class MainParams:
     """Float32 copies of bfloat16 parameters, in the state of an optimizer.
 
