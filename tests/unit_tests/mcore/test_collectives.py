@@ -113,10 +113,10 @@ def test_collectives_are_those_of_the_document(world_size):
         assert all(num_elements < world_size for _, _, num_elements, _ in connect)
         # All else is flags, hashes, and tables of groups and loads. Replicas connect too.
         assert Counter(name for name, *_ in construction) == Counter(
-            all_reduce=8,
+            all_reduce=7,
             all_gather_object=4,
             all_gather_into_tensor=3 + (num_replicas > 0),
             all_to_all_single=len(connect),
         )
         flags = [entry[1:] for entry in construction if entry[0] == "all_reduce"]
-        assert flags == [["int32", 1, world_size]] * 8
+        assert flags == [["int32", 1, world_size]] * 7

@@ -11,6 +11,7 @@ from helpers.device import device
 from helpers.layouts import plan_of, rows_cut_at, whole_matrix
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_muon.newton_schulz import standard
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan import CommDtypes
 from megatron_muon.plan.cost import CostModel
@@ -58,7 +59,8 @@ def test_no_operation_mixes_devices(comm_dtype, monkeypatch):
     # Streams and kernels need a GPU.
     monkeypatch.setattr(engine_module, "Chain", lambda device: None)
     monkeypatch.setattr("megatron_muon.runtime.row_moves.uses_kernel", lambda device: False)
-    # Asked once for values, which fake tensors have none of.
+    # Comparisons of values, which fake tensors have none of.
+    monkeypatch.setattr(standard, "_tall_steps_keep_bits", lambda shape, device: True)
     coefficients_of(5, "quintic")
     gpu = torch.device("cuda", 0)
     with FakeTensorMode():

@@ -3,6 +3,7 @@
 """What the third step of each optimizer asks of a GPU, on fake CUDA tensors, as one rank."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -84,6 +85,8 @@ def _chained(has_transformer_engine: bool) -> Iterator[tuple[Recorder, Any]]:
         ),
     ]
     with ExitStack() as stack:
+        # Megatron sets variables of Transformer Engine, which later processes would inherit.
+        stack.enter_context(mock.patch.dict(os.environ))
         megatron_muon.enable()
         stack.callback(megatron_muon.disable)
         # With options, whose timeout new groups get.
