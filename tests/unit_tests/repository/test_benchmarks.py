@@ -5,14 +5,18 @@
 import json
 import re
 import sys
+import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from helpers.commands import run_command, train_forked
 from helpers.ranks import ROOT, launch
+
+from megatron_muon.report.model_shape import PRESETS, ModelShape
 
 # What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
 # Whoever removes an operation lowers them, here and there; nothing may raise them unseen.
@@ -206,3 +210,37 @@ def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
     for name, width in (("megatron_muon", 4), ("megatron_muon, fp32 messages", 6)):
         assert layouts["even"][name]["plan_bytes"] == 6 * 16 * 16 * width
     assert "| experts | torch.optim.Muon | ValueError: Muon only supports 2D" in run.stdout
+
+
+class _Event:
+    """A CUDA event on the host's clock."""
+
+    def __init__(self, **_: Any) -> None:
+        self._time_s = 0.0
+
+    def record(self) -> None:
+        """Take the time."""
+        self._time_s = time.perf_counter()
+
+    def elapsed_time(self, end: "_Event") -> float:
+        """Return milliseconds."""
+        return 1e3 * (end._time_s - self._time_s)
+
+
+def test_device_time_steps_the_plan_of_a_large_job(monkeypatch):
+    """On a CPU with a small model; what kernels take, only a GPU knows."""
+    benchmark = _benchmark("device_time", monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        benchmark, "kernel_ms", lambda step: (step(), {"_move": 1.0, "nvjet": 2.0})[1]
+    )
+    monkeypatch.setitem(PRESETS, "llama3-8b", ModelShape(4, 128, 256, 4, 2))
+    job = benchmark.JOBS["llama3-8b-64"]._replace(dp=2)
+    roof = benchmark.Roof(tflops=1.0, gbps=1.0)
+    found = benchmark.measure(job, "gram", roof, torch.device("cpu"))
+    assert (found["rows_ms"], found["products_ms"]) == (1.0, 2.0)
+    # Five steps of the matrices that the rank owns, and 12 bytes for each element that it holds.
+    expected_ms = found["standard_flops"] / 1e9 + 12 * found["numel"] / 1e6
+    assert found["bound_ms"] == pytest.approx(expected_ms) and found["standard_flops"] > 0
+    assert found["over_bound"] == pytest.approx(found["step_ms"] / expected_ms)
