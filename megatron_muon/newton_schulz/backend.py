@@ -95,10 +95,11 @@ class Backend(ABC):
         """Return the requirements that a job does not meet, as sentences."""
         return []
 
-    def workspace_bytes(self, stack: "torch.Tensor") -> int:
-        """Return the memory that :meth:`run` needs beside a stack, at most."""
+    def workspace_bytes(self, stack: "torch.Tensor", whole_shape: tuple[int, int]) -> int:
+        """Return the memory that :meth:`run` needs beside a stack of matrices or parts, at most."""
         stacks, squares = self.workspace
-        num_elements = stacks * stack.numel() + squares * stack.shape[0] * min(stack.shape[1:]) ** 2
+        # A part of a matrix may be shorter than the matrix, whose Gram matrix it has.
+        num_elements = stacks * stack.numel() + squares * stack.shape[0] * min(whole_shape) ** 2
         return num_elements * self.item_bytes(stack)
 
     def item_bytes(self, stack: "torch.Tensor") -> int:

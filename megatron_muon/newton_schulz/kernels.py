@@ -8,6 +8,7 @@ products of the Gram form but Q X; they are in the package quack-kernels (the ex
 this package), and have run on no GPU here.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs, gpu_problems
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 # Loads of all kernels are of 16 bytes, 8 elements.
 _ALIGNMENT, _MULTIPLE = 16, 8
-# From this side on the kernels are faster than cuBLAS's full product on an H200: 0.64 of its time
-# at 4096 x 4096, 0.84 at 3072 x 8192, 1.05 at 2048 x 8192, 5 at 2048 x 2048.
+# From this side on steps with the kernels are faster than standard ones on an H200: 0.67 of their
+# time at 4096 x 4096, 0.84 at 3072 x 8192, 1.05 at 2048 x 8192, 5 at 2048 x 2048 (docs/gpus.md).
 _BREAK_EVEN = 3072
 # Compute capabilities on which emerging-optimizers uses the kernels. Source: emerging-optimizers
 # 0.3.0, Muon.__init__.
@@ -61,7 +62,12 @@ class Symmetric(Standard):
                 problems.append("expected Triton 3.4 or later, got an older one")
         except (ImportError, AttributeError) as error:
             problems.append(f"expected Triton 3.4 or later, got {error}")
-        return problems + gpu_problems(device, _TRITON_CAPABILITIES)
+        problems += gpu_problems(device, _TRITON_CAPABILITIES)
+        if not problems and (reason := _error_of_triton(device)):
+            problems.append(
+                f"expected Triton to compile, got {reason}. Install gcc and python3-dev"
+            )
+        return problems
 
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack, matrix by matrix; see :meth:`Backend.run`."""
@@ -81,6 +87,25 @@ class Symmetric(Standard):
             results.append(y.mT if args.is_tall else y)
         result = results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
         return result.to(stack.dtype)
+
+
+@functools.cache
+def _error_of_triton(device: "torch.device") -> str:
+    """Compile the kernels for a small matrix, and return what their compiler raises, if anything.
+
+    Runtime images of CUDA lack a C compiler, or Python's header.
+    """
+    import torch
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    _limit_tuning()
+    try:
+        x = torch.zeros(_TILE, _TILE, dtype=torch.bfloat16, device=device)
+        muon_utils.newton_schulz_step_tsyrk(x, 1.0, 1.0, 1.0)
+    # Compilers raise whatever they do.
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
 
 
 def _limit_tuning() -> None:

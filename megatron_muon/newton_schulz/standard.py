@@ -5,7 +5,7 @@
 Memory layout may change the last bits of bf16 products, so stacks are contiguous, and tall matrices
 are transposed by a view as in emerging-optimizers. On a GPU that view costs two copies with a
 stride: 10 to 23 % of the time of a tall matrix on an H200 (docs/gpus.md). Steps on the tall matrix
-itself have none, and are used where they have the same bits.
+itself have none, and are used for whole matrices where they have the same bits.
 """
 
 import functools
@@ -88,8 +88,10 @@ def _normalized(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor"
 
 
 def _stays_tall(x: "torch.Tensor", args: NewtonSchulzArgs) -> bool:
-    # On CPUs the bits are usually others, and copies cost nothing beside products.
-    return args.is_tall and x.is_cuda and _tall_steps_keep_bits(x.shape, x.device)
+    # On CPUs the bits are usually others, and copies cost nothing beside products. An all-reduce
+    # may add both halves of the Gram matrix of a split one in other orders.
+    is_whole_on_gpu = args.parts_group is None and x.is_cuda
+    return args.is_tall and is_whole_on_gpu and _tall_steps_keep_bits(x.shape, x.device)
 
 
 def _tall_step(
@@ -99,22 +101,19 @@ def _tall_step(
     c: float,
     tp_group: "dist.ProcessGroup | None" = None,
 ) -> "torch.Tensor":
-    """Return ``a X + X (b G + c G^2)`` with ``G = X^T X``; G is symmetric.
+    """Return ``a X + X (b G + c G^2)`` with ``G = X^T X``, which is symmetric.
 
     Args:
-        x: ``(rows, cols)``, or ``(num_matrices, rows, cols)``.
+        x: ``(rows, cols)``, or ``(num_matrices, rows, cols)``, whole matrices.
         a: First coefficient.
         b: Second coefficient.
         c: Third coefficient.
-        tp_group: Ranks that hold the other rows; None if there are none.
+        tp_group: None, as matrices are whole.
     """
     import torch
-    import torch.distributed as dist
 
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     gram = x.mT @ x
-    if tp_group is not None:
-        dist.all_reduce(gram, group=tp_group)
     return add_product(x, x, add_product(gram, gram, gram, alpha=c, beta=b), beta=a)
 
 

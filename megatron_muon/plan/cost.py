@@ -245,7 +245,7 @@ def _rates() -> dict[str, type[int] | type[float]]:
 _BY_CAPABILITY = {
     8: CostModel(tflops=270.0, gbps=300.0, gbps_between_nodes=22.5),  # A100
     9: CostModel(),  # H100, H200
-    10: CostModel(tflops=1420.0, gbps=900.0),  # B200
+    10: CostModel(tflops=1930.0, gbps=900.0),  # B200
 }
 
 

@@ -138,7 +138,8 @@ class LocalRows:
             self.norms.view(sources)
         rows = [*sources.values(), *targets.values()]
         first = len(self._addresses.tensors)
-        self._addresses.tensors += rows
+        if self._by_kernel:
+            self._addresses.tensors += rows
         # Their tables serve rows at other addresses, numbered in the same order.
         strides = [each.stride() for each in rows]
         if self._by_kernel and strides == self._strides:
@@ -267,7 +268,7 @@ class StackTask:
         rows = self.tensor.to("meta")
         if self.args.is_normalized:
             rows = rows.bfloat16()
-        num_bytes = self.backend.workspace_bytes(rows)
+        num_bytes = self.backend.workspace_bytes(rows, self.args.whole_shape)
         num_bytes += rows.nbytes * (rows.dtype != self.tensor.dtype)
         if self.state_index is not None:
             num_bytes = max(

@@ -193,19 +193,20 @@ class MatrixStep:
         chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
         largest = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
-        # A chunk is copied back to CPU memory while the next one is advanced.
-        num_slots = stages * (1 + settings.offload_momentum)
-        num_staged = num_slots * largest
         self._copy_back = CopyBack(device, to_cpu=settings.offload_momentum)
+        # A chunk may be copied back while the next one is advanced.
+        num_slots = self._copy_back.num_slots
+        num_staged = stages * num_slots * largest
         # torch converts bfloat16 on the device, into memory of its own, where one side is a CPU's.
-        self._copied_bytes = 2 * (num_staged + largest * settings.offload_momentum)
+        self._is_converted = settings.offload_momentum and settings.momentum_dtype != torch.float32
+        self._copied_bytes = 2 * (num_slots + 1) * largest * self._is_converted
         self.arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
         self._chunks = [
             _Chunk(
                 group,
                 chunk,
-                slot := number % max(num_slots, 1),
+                slot := number % num_slots,
                 self._views(chunk, num_results + slot * largest) if stages else [],
             )
             for number, (group, chunk) in enumerate(chunks)
@@ -231,6 +232,7 @@ class MatrixStep:
         Raises:
             MemoryError: The device has too little memory, with sizes.
         """
+        self._copy_back.wait_for_all()
         with allocating(self.arena.num_bytes, self._device, _CONTENTS):
             if self.arena.num_bytes:
                 self.arena.allocate()
@@ -241,6 +243,7 @@ class MatrixStep:
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""
+        self._copy_back.wait_for_all()
         self.arena.free()
         self.engine.release()
 
@@ -278,10 +281,11 @@ class MatrixStep:
             # Exchanged all the same, as others may have a gradient; results are dropped.
             for i in without_grad:
                 results[i].copy_(momentum[i])
-        if self.hooks and self.settings.offload_momentum and self._device.type == "cuda":
-            # The host reads momentum that is still being copied.
+        if self.hooks:
+            self.wait_for_copies()
+        if self._is_converted:
+            # Newton-Schulz needs the memory in which it was converted.
             self._copy_back.wait_for_all()
-            torch.cuda.current_stream(self._device).synchronize()
         for hook in self.hooks:
             hook.advanced(momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
@@ -294,6 +298,12 @@ class MatrixStep:
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()
             self.engine.forget()
+
+    def wait_for_copies(self) -> None:
+        """Let the host wait until momentum in CPU memory may be read or written."""
+        self._copy_back.wait_for_all()
+        if self.settings.offload_momentum and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     @property
     def _in_results(self) -> bool:

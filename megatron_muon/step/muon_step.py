@@ -291,19 +291,20 @@ class MuonStep:
         if self._main_params.params:
             self._main_params.follow(self.state())
             weights = [s.get(MAIN_PARAM, p) for s, p in zip(states, params, strict=True)]
-        with self._moments.kept(without):
-            self._matrix_step.step(
-                [group for each in self.optimizers for group in each.param_groups],
-                [local_tensor(weight) for weight in weights],
-                [
-                    None if param.grad is None or param in without else local_tensor(param.grad)
-                    for param in params
-                ],
-                [local_tensor(state["momentum_buffer"]) for state in states],
-                overlap_fn,
-            )
+        try:
+            with self._moments.kept(without):
+                self._matrix_step.step(
+                    [group for each in self.optimizers for group in each.param_groups],
+                    [local_tensor(weight) for weight in weights],
+                    [
+                        None if param.grad is None or param in without else local_tensor(param.grad)
+                        for param in params
+                    ],
+                    [local_tensor(state["momentum_buffer"]) for state in states],
+                    overlap_fn,
+                )
+        finally:
+            # After an error too: the state may be read, or loaded, next.
+            self._matrix_step.wait_for_copies()
         if self._main_params.params:
             self._main_params.install(self.state())
-        if self._step.offload_momentum and self.device.type == "cuda":
-            # Copies to CPU memory must have arrived before the state is read.
-            torch.cuda.current_stream(self.device).synchronize()

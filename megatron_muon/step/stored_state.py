@@ -68,12 +68,16 @@ class CopyBack:
         device: Of the staging memory.
         to_cpu: Whether momentum is kept in CPU memory.
 
+    Attributes:
+        num_slots: Slots of staging memory, which chunks use in turn.
+
     Memory: for bfloat16 momentum in CPU memory 2 bytes an element of each chunk in flight.
     """
 
     def __init__(self, device: torch.device, *, to_cpu: bool) -> None:
         is_beside = to_cpu and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_beside else None
+        self.num_slots = 2 if is_beside else 1
         self._device = device
         # By slot of staging memory, the end of its last copy, and memory that it reads.
         self._in_flight: dict[int, tuple[torch.cuda.Event, list[torch.Tensor]]] = {}

@@ -306,7 +306,11 @@ def test_what_a_machine_lacks_is_said():
     assert Gram().problems(settings(), CPU) == []
     gpu = torch.device("cuda", 0)
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
-        assert Symmetric().problems(settings(), gpu) == []
+        with mock.patch("megatron_muon.newton_schulz.kernels._error_of_triton", lambda device: ""):
+            assert Symmetric().problems(settings(), gpu) == []
+        with mock.patch("torch.zeros", side_effect=RuntimeError("Failed to find C compiler.\n at")):
+            (reason,) = Symmetric().problems(settings(), gpu)
+        assert "to compile, got RuntimeError: Failed to find C compiler.. Install gcc" in reason
     with mock.patch("torch.cuda.get_device_capability", lambda device: (8, 9)):
         for backend in (Symmetric(), GramSymmetric()):
             assert "got 8.9" in backend.problems(settings(), gpu)[-1]
