@@ -250,6 +250,7 @@ _CUDA: dict[str, Any] = {
     "Event": CpuEvent,
     "stream": nullcontext,
     "current_stream": constant(DEFAULT_STREAM),
+    "is_current_stream_capturing": constant(False),
     "synchronize": constant(None),
     # The device draws from the CPU's generator. torch.manual_seed calls manual_seed_all after
     # seeding the CPU's generator, which is harmless.
