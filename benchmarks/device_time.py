@@ -46,18 +46,20 @@ class Roof(NamedTuple):
     gbps: float
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Return the device time of a call, the median of several."""
+def elapsed_ms(call: Callable[[], object]) -> float:
+    """Return the device time of a call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
     call()
-    times = []
-    for _ in range(STEPS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def median_ms(call: Callable[[], object]) -> float:
+    """Return the device time of a call, the median of several after one that is not timed."""
+    call()
+    return statistics.median(elapsed_ms(call) for _ in range(STEPS))
 
 
 def measured_roof(device: torch.device) -> Roof:
@@ -67,8 +69,8 @@ def measured_roof(device: torch.device) -> Roof:
     source = torch.randn(numel, device=device)
     target = torch.empty_like(source)
     return Roof(
-        2 * side**3 / milliseconds(lambda: a @ b) / 1e9,
-        8 * numel / milliseconds(lambda: target.copy_(source)) / 1e6,
+        2 * side**3 / median_ms(lambda: a @ b) / 1e9,
+        8 * numel / median_ms(lambda: target.copy_(source)) / 1e6,
     )
 
 
@@ -141,14 +143,7 @@ def measure(job: Job, choice: str, roof: Roof, device: torch.device) -> dict[str
             step = lambda: list(engine.orthogonalize(rows, results))  # noqa: E731
             step()
             messages.take_ms()
-            times = []
-            for _ in range(STEPS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                step()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(begin.elapsed_time(end) - messages.take_ms())
+            times = [elapsed_ms(step) - messages.take_ms() for _ in range(STEPS)]
             by_kernel = kernel_ms(step)
             messages_ms = messages.take_ms()
         finally:

@@ -69,6 +69,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--iterations", type=int, default=60, help="of each run (default: 60)")
     add("--optimizers", nargs="+", default=["muon", "adam"], choices=list(LEARNING_RATES))
     add("--learning-rates", type=float, nargs="+", help="in the order of --optimizers")
+    add("--newton-schulz", default="standard", help="see docs/newton_schulz.md (standard)")
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
     add(
         "--sharding",
@@ -116,6 +117,7 @@ def megatron_flags(
     own = f"--lr {learning_rate} --min-lr {learning_rate / 10} --optimizer {optimizer}"
     if optimizer == "muon":
         own += f" {MUON} --muon-scale-mode spectral"
+        own += f" --muon-fsdp-newton-schulz {options.newton_schulz}"
     return [*flags, "--data-path", str(data_prefix), *own.split()]
 
 

@@ -18,7 +18,6 @@ from megatron_muon.newton_schulz.settings import coefficients_of
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 
 class Standard(Backend):
@@ -76,14 +75,15 @@ def _normalized(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor"
     # torch.baddbmm and torch.addmm may choose different kernels: a single matrix uses upstream's
     # step, for the same bits.
     x = stack if stack.shape[0] > 1 else stack[0]
-    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
-    is_transposed = args.is_tall
     if _stays_tall(x, args):
-        step, is_transposed = _tall_step, False
-    x = x.mT if is_transposed else x
+        for a, b, c in args.settings.coefficients:
+            x = _tall_step(x, a, b, c)
+        return x.view(stack.shape)
+    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
+    x = x.mT if args.is_tall else x
     for a, b, c in args.settings.coefficients:
         x = step(x, a, b, c, tp_group=args.parts_group)
-    x = x.mT if is_transposed else x
+    x = x.mT if args.is_tall else x
     return x if x.ndim == 3 else x.unsqueeze(0)
 
 
@@ -94,21 +94,14 @@ def _stays_tall(x: "torch.Tensor", args: NewtonSchulzArgs) -> bool:
     return args.is_tall and is_whole_on_gpu and _tall_steps_keep_bits(x.shape, x.device)
 
 
-def _tall_step(
-    x: "torch.Tensor",
-    a: float,
-    b: float,
-    c: float,
-    tp_group: "dist.ProcessGroup | None" = None,
-) -> "torch.Tensor":
+def _tall_step(x: "torch.Tensor", a: float, b: float, c: float) -> "torch.Tensor":
     """Return ``a X + X (b G + c G^2)`` with ``G = X^T X``, which is symmetric.
 
     Args:
-        x: ``(rows, cols)``, or ``(num_matrices, rows, cols)``, whole matrices.
+        x: Whole matrices, ``(rows, cols)`` or ``(num_matrices, rows, cols)``.
         a: First coefficient.
         b: Second coefficient.
         c: Third coefficient.
-        tp_group: None, as matrices are whole.
     """
     import torch
 

@@ -14,6 +14,7 @@ import torch
 from helpers.fsdp2_models import drawn
 
 from megatron_muon.fsdp2 import Muon
+from megatron_muon.newton_schulz.standard import Standard
 from megatron_muon.step import matrix_step, stored_state
 
 SHAPES = [(6, 9), (40, 8), (5, 3), (24, 16), (8, 8), (12, 30), (7, 40)]
@@ -31,6 +32,8 @@ class _Streams:
         self.is_late, self.is_other = is_late, False
         self.queue: list[Callable[[], Any]] = []
         self.most_waiting = self.num_copies = 0
+        # Copies that wait when matrices begin to be orthogonalized.
+        self.beside_exchange: set[int] = set()
 
     def run(self, function: Callable[[], Any]) -> None:
         """Run, or enqueue, by the current stream."""
@@ -59,6 +62,12 @@ def _streams_of_a_gpu(is_late: bool) -> Iterator[_Streams]:
     """Let momentum in CPU memory be copied back as on a GPU, where all memory is a CPU's."""
     streams = _Streams(is_late)
     copy_, build = torch._foreach_copy_, stored_state.CopyBack
+    run = Standard.run
+
+    def orthogonalize(*args: Any) -> torch.Tensor:
+        streams.beside_exchange.add(len(streams.queue))
+        return run(*args)
+
     stream = SimpleNamespace(
         # The current stream is never behind.
         wait_stream=lambda _: None,
@@ -72,6 +81,7 @@ def _streams_of_a_gpu(is_late: bool) -> Iterator[_Streams]:
         (torch.cuda, "stream", streams.other),
         (torch, "_foreach_copy_", lambda *args, **_: streams.run(lambda: copy_(*args))),
         (matrix_step, "CopyBack", on_a_gpu),
+        (Standard, "run", orthogonalize),
         (matrix_step, "CHUNK_ELEMENTS", 400),
     ]
     with contextlib.ExitStack() as stack:
@@ -104,3 +114,17 @@ def test_copies_may_be_late_as_long_as_nobody_waits(dtype, nesterov, is_late):
     # All of them ran, and two chunks were in flight.
     assert not streams.queue and streams.num_copies > 2 * NUM_STEPS
     assert streams.most_waiting == 2 * is_late
+    # Memory in which momentum was rounded is Newton-Schulz's: only float32 is copied beside it.
+    assert streams.beside_exchange == {2 if is_late and dtype == torch.float32 else 0}
+
+
+def test_copies_end_with_a_step_that_raises():
+    """Momentum may be loaded next, into the memory that they write."""
+
+    def fail(matrices: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a user's function")
+
+    with _streams_of_a_gpu(is_late=True) as streams:
+        with pytest.raises(ValueError, match="a user's function"):
+            _stepped(newton_schulz=fail, offload_momentum=True)
+        assert streams.num_copies > 0 and not streams.queue
