@@ -163,7 +163,7 @@ class NoEngine:
 
 def no_plans(parameters: Sequence[Any], *_: Any, **__: Any) -> Any:
     """Return the parameters in place of plan inputs."""
-    from megatron_muon.rows.plan_inputs import PlanInputs
+    from megatron_muon.step.plan_inputs import PlanInputs
 
     return PlanInputs(list(parameters), [], 0, None)
 

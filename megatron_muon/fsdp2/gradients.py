@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.fsdp2.parameters import ranks_with
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
 from megatron_muon.rows.parameters import PlannedParameter, ranks_of_mesh
-from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.agreement import (
     gather_objects,
     own_rank,
     raise_where_any_rank_fails,
 )
 from megatron_muon.runtime.tensors import find_not_finite, local_tensor
+from megatron_muon.step.plan_inputs import PlanInputs
 
 _ADVICE = "Nothing was updated."
 

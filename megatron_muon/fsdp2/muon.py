@@ -94,7 +94,7 @@ class Muon(WholeMatrixMuon):
             (see docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters
             or plans.
 
-    Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
+    Communication: at construction see :func:`~megatron_muon.step.plan_inputs.find_plan_inputs` and
         :func:`~megatron_muon.runtime.engine_builder.build_engine`. In a step see
         :func:`~megatron_muon.fsdp2.gradients.agree_to_step` and
         :class:`~megatron_muon.runtime.engine.Engine`.

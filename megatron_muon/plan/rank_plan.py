@@ -237,7 +237,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
                     receives[route.source].append(route)
                 elif route.source == rank:
                     sends[route.owner].append(route)
-            # Owners fill the chunks of several replicas together: all must know all results.
+            # Owners fill the sections of several replicas together: all must know all results.
             if len(route.holders) > 1 or ((rank in route.holders) != (route.owner == rank)):
                 results[route.holders][route.owner].append(route)
     owned = [index for index in bucket if rank in plan.owners[index]]

@@ -14,10 +14,10 @@ shard with two replicas, on ranks 0 and 4, and the results of three owners::
                         1 1 1  --->                    <------>
     rank 4              5 5 5 5        1 | 5 5 5 5 _              the same
 
-Every replica gets an equal chunk, so that they can all-gather the chunks in place. An owner fills
-the chunk of its nearest replica first; the rest goes to the others. So nearly every result crosses
-to another node once per replica there, as if the owner sent to all of them, and leaves the owner
-only once.
+Every replica gets an equal section, so that they can all-gather the sections in place. An owner
+fills the section of its nearest replica first; the rest goes to the others. So nearly every result
+crosses to another node once per replica there, as if the owner sent to all of them, and leaves the
+owner only once.
 
 A bucket may have several scatters: then every owner sends an equal fraction of its results
 per scatter, and replicas need memory for that fraction of the bucket at a time.
@@ -33,8 +33,8 @@ from typing import NamedTuple
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Range, Ranks
 
-# Chunks are multiples of 8 elements: 16 bytes of bf16, which NCCL's kernels read and write at once.
-_CHUNK_MULTIPLE = 8
+# Multiples of 8 elements: 16 bytes of bf16, which NCCL's kernels read and write at once.
+_SECTION_MULTIPLE = 8
 
 
 class Part(NamedTuple):
@@ -215,18 +215,18 @@ class ShardScatter(NamedTuple):
 
     Args:
         holders: The replicas, ascending.
-        chunk_size: Elements of the chunk of a holder; the last ones may be unused.
+        section_size: Elements of the section of a holder; the last ones may be unused.
         shares: Shares of all owners, by holder, then by owner.
     """
 
     holders: Ranks
-    chunk_size: int
+    section_size: int
     shares: tuple[Share, ...]
 
     @property
     def num_elements(self) -> int:
         """Elements in the memory of a holder."""
-        return self.chunk_size * len(self.holders)
+        return self.section_size * len(self.holders)
 
 
 def scatters_of(
@@ -243,22 +243,24 @@ def scatters_of(
             owner: (count * number // num_scatters, count * (number + 1) // num_scatters)
             for owner, count in sorted(elements.items())
         }
-        chunk_size = sum(stop - start for start, stop in ranges.values())
+        section_size = sum(stop - start for start, stop in ranges.values())
         if len(holders) > 1:
-            multiple = len(holders) * _CHUNK_MULTIPLE
-            chunk_size = -(-chunk_size // multiple) * _CHUNK_MULTIPLE
-        yield ShardScatter(holders, chunk_size, tuple(_shares(holders, chunk_size, ranges, cost)))
+            multiple = len(holders) * _SECTION_MULTIPLE
+            section_size = -(-section_size // multiple) * _SECTION_MULTIPLE
+        yield ShardScatter(
+            holders, section_size, tuple(_shares(holders, section_size, ranges, cost))
+        )
 
 
 def _shares(
-    holders: Ranks, chunk_size: int, ranges: Mapping[int, Range], cost: CostModel
+    holders: Ranks, section_size: int, ranges: Mapping[int, Range], cost: CostModel
 ) -> Iterator[Share]:
-    """Fill the chunks of holders with ranges of the results of owners."""
-    free = dict.fromkeys(holders, chunk_size)
+    """Fill the sections of holders with ranges of the results of owners."""
+    free = dict.fromkeys(holders, section_size)
     filled: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
 
     def fill(candidates: Iterable[int], owner: int, start: int, stop: int) -> int:
-        """Fill the chunks of candidates in order; return where the rest of the range starts."""
+        """Fill the sections of candidates in order; return where the rest of the range starts."""
         for holder in candidates:
             end = min(stop, start + free[holder])
             if end > start:
@@ -277,7 +279,7 @@ def _shares(
             nearest_first = sorted(holders, key=lambda rank: (cost.node(rank) != node, rank))
             fill(nearest_first, owner, starts[owner], stop)
     for position, holder in enumerate(holders):
-        offset = position * chunk_size
+        offset = position * section_size
         # Sorted by owner, the order of all_to_all_single.
         for owner, start, stop in sorted(filled[holder]):
             yield Share(owner, holder, start, stop, offset)

@@ -41,7 +41,7 @@ class ScatterSizes(NamedTuple):
 
     Args:
         send: Results for other holders.
-        receive: Results of its rows; with replicas, the chunks of all of them.
+        receive: Results of its rows; with replicas, the sections of all of them.
     """
 
     send: int

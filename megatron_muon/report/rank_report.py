@@ -159,7 +159,7 @@ def _add_traffic(
             if share.owner != share.holder:
                 on_node = cost.share_a_node((share.owner, share.holder))
                 results.add(share.owner, share.holder, share.num_elements, on_node)
-        passed_on = dtypes.scatter_bytes * (shard.num_elements - shard.chunk_size)
+        passed_on = dtypes.scatter_bytes * (shard.num_elements - shard.section_size)
         time_ns = cost.all_gather_ns(shard.holders, dtypes.scatter_bytes * shard.num_elements)
         for holder in shard.holders:
             rank = by_rank[holder]

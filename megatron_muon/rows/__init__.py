@@ -10,12 +10,11 @@ Megatron-FSDP's buffer or from the sizes of plain tensors. The *matrices* of a p
 *regions* follow from boxes alone; ranks with equal boxes hold the same regions. The *domain*
 that exchanges a matrix, and its replicas, follow from mesh and placements of the view::
 
-    parameter -> boxes by rank -> matrices -> one plan input per domain with its replicas
+    parameter -> boxes by rank -> matrices -> one plan input per domain with its replicas (step/)
 
 Files, each importing only those above it::
 
     megatron_fsdp  the rows of a parameter in the buffer of Megatron-FSDP, versions 1 and 2
     parameters     planned views of parameters, and their boxes, from placements or a buffer
     matrices       the matrices of a parameter, and this rank's rows of them
-    plan_inputs    parameters that share a plan, and their process groups
 """

@@ -167,25 +167,26 @@ class ReplicaAllGather:
 
     Args:
         group: The replicas of this rank's shard.
-        chunks: Flat memory for the chunks of all replicas, per scatter, in the order of the group
-            and of the same size. This rank's own chunk is complete when the all-gather starts.
+        sections: Flat memory for the sections of all replicas, per scatter, in the order of the
+            group and of the same size. This rank's own section is complete when the all-gather
+            starts.
 
     Attributes:
-        own_chunks: By scatter, this rank's chunk.
+        own_sections: By scatter, this rank's section.
 
     Communication: :meth:`start` is one ``all_gather_into_tensor`` over the group, in place. All
         replicas skip it if they receive nothing.
     """
 
-    own_chunks: list[torch.Tensor]
-    _all: list[torch.Tensor]  # by scatter, the chunks of all replicas
+    own_sections: list[torch.Tensor]
+    _all: list[torch.Tensor]  # by scatter, the sections of all replicas
 
-    def __init__(self, group: dist.ProcessGroup, chunks: Sequence[torch.Tensor]) -> None:
+    def __init__(self, group: dist.ProcessGroup, sections: Sequence[torch.Tensor]) -> None:
         self._group = group
-        self._all = list(chunks)
+        self._all = list(sections)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.own_chunks = [
-            chunk.chunk(size)[rank] if chunk.numel() else chunk for chunk in self._all
+        self.own_sections = [
+            section.chunk(size)[rank] if section.numel() else section for section in self._all
         ]
 
     def connect(self) -> None:
@@ -203,7 +204,7 @@ class ReplicaAllGather:
         if not self._all[index].numel():
             return None
         return dist.all_gather_into_tensor(
-            self._all[index], self.own_chunks[index], group=self._group, async_op=True
+            self._all[index], self.own_sections[index], group=self._group, async_op=True
         )
 
 

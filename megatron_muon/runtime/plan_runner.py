@@ -242,10 +242,10 @@ class PlanRunner:
         if rank_plan.order.has_replicas:
             assert bound.replica_group is not None
             self._all_gather = ReplicaAllGather(bound.replica_group, arrived)
-            # The last elements of a chunk may be unused.
+            # The last elements of a section may be unused.
             receives = [
-                chunk[: sum(message.receives.values())]
-                for chunk, message in zip(self._all_gather.own_chunks, messages, strict=True)
+                section[: sum(message.receives.values())]
+                for section, message in zip(self._all_gather.own_sections, messages, strict=True)
             ]
         self._scatters = Exchange(bound.group, messages, sends, receives)
         self._arrivals = [

@@ -12,6 +12,7 @@ Files, each importing only those above it::
     lion            Lion on local rows
     dependencies    names and numbers of torch and emerging-optimizers that the step relies on
     stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters
+    plan_inputs     parameters that share a plan, and their process groups
     matrix_step     decay, momentum, exchange and update of local tensors
     second_moments  second moments in the state, and their part of a step
     metrics         norms of a step

@@ -41,7 +41,7 @@ from megatron_muon.step.stored_state import CopyBack
 
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
 # microseconds, longer than a launch takes.
-CHUNK_ELEMENTS = 2**24
+PORTION_ELEMENTS = 2**24
 _CONTENTS = "results and momentum"
 
 
@@ -93,27 +93,27 @@ class StepHooks:
         """Change results of one parameter group, which are subtracted next."""
 
 
-def chunks_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[int]]:
-    """Yield positions in chunks of at most ``limit`` elements, or of one position.
+def portions_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[int]]:
+    """Yield positions in portions of at most ``limit`` elements, or of one position.
 
     Args:
         sizes: Positions and their numbers of elements.
-        limit: Elements of a chunk.
+        limit: Elements of a portion.
     """
-    chunk: list[int] = []
+    portion: list[int] = []
     num_elements = 0
     for position, size in sizes:
-        if chunk and num_elements + size > limit:
-            yield chunk
-            chunk, num_elements = [], 0
-        chunk.append(position)
+        if portion and num_elements + size > limit:
+            yield portion
+            portion, num_elements = [], 0
+        portion.append(position)
         num_elements += size
-    if chunk:
-        yield chunk
+    if portion:
+        yield portion
 
 
 @dataclass
-class _Chunk:
+class _Portion:
     """Parameters of one group that are advanced at once.
 
     Args:
@@ -186,15 +186,15 @@ class MatrixStep:
         self._shapes = [local_tensor(param).shape for param in self.params]
         sizes = list(map(math.prod, self._shapes))
         stages = settings.stages_momentum
-        limit = CHUNK_ELEMENTS if stages else math.inf
+        limit = PORTION_ELEMENTS if stages else math.inf
         by_group: dict[int, list[tuple[int, int]]] = {}
         for i, group in enumerate(self.group_index):
             by_group.setdefault(group, []).append((i, sizes[i]))
-        chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
+        portions = [(group, c) for group, own in by_group.items() for c in portions_of(own, limit)]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
-        largest = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
+        largest = max((sum(sizes[i] for i in portion) for _, portion in portions), default=0)
         self._copy_back = CopyBack(device, to_cpu=settings.offload_momentum)
-        # A chunk may be copied back while the next one is advanced.
+        # A portion may be copied back while the next one is advanced.
         num_slots = self._copy_back.num_slots
         num_staged = stages * num_slots * largest
         # torch converts bfloat16 on the device, into memory of its own, where one side is a CPU's.
@@ -202,14 +202,14 @@ class MatrixStep:
         self._copied_bytes = 2 * (num_slots + 1) * largest * self._is_converted
         self.arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
-        self._chunks = [
-            _Chunk(
+        self._portions = [
+            _Portion(
                 group,
-                chunk,
+                portion,
                 slot := number % num_slots,
-                self._views(chunk, num_results + slot * largest) if stages else [],
+                self._views(portion, num_results + slot * largest) if stages else [],
             )
-            for number, (group, chunk) in enumerate(chunks)
+            for number, (group, portion) in enumerate(portions)
         ]
         self.arena.free()
         self._forget()
@@ -275,8 +275,8 @@ class MatrixStep:
             hook.begin(grads)
         without_grad = {i for i, grad in enumerate(grads) if grad is None}
         with in_range("momentum"):
-            for chunk in self._chunks:
-                self._advance(chunk, groups[chunk.group], grads)
+            for portion in self._portions:
+                self._advance(portion, groups[portion.group], grads)
         if self._in_results:
             # Exchanged all the same, as others may have a gradient; results are dropped.
             for i in without_grad:
@@ -318,8 +318,8 @@ class MatrixStep:
         # Arrivals have the same order in every step.
         self._arrivals: list[list[_Arrival]] = []
         self._num_missing = [self._num_matrices[param] for param in self.params]
-        for chunk in self._chunks:
-            chunk.lists = []
+        for portion in self._portions:
+            portion.lists = []
 
     def _find_views(self, *now: Sequence[torch.Tensor]) -> None:
         """View the rows that are exchanged, anew only where their memory has moved."""
@@ -330,26 +330,26 @@ class MatrixStep:
         self._seen = now
         self._targets = self._rows_of(now[2])
         self._sources = self._targets if self._in_results else self._rows_of(now[1])
-        for chunk in self._chunks:
-            lists = [[tensors[i] for i in chunk.positions] for tensors in now]
-            lists += [chunk.staged] if chunk.staged else []
+        for portion in self._portions:
+            lists = [[tensors[i] for i in portion.positions] for tensors in now]
+            lists += [portion.staged] if portion.staged else []
             if self.settings.overwrites_gradients:
                 # Elsewhere gradients are in other memory in every step.
                 lists = join_adjacent(*lists)
-            chunk.lists = lists if chunk.staged else [*lists, []]
+            portion.lists = lists if portion.staged else [*lists, []]
 
     def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
         return {each: each.of(tensors[i]) for each, i in self._position.items()}
 
     def _advance(
-        self, chunk: _Chunk, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
+        self, portion: _Portion, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
     ) -> None:
         """Decay weights, and average gradients into momentum."""
-        weights, kept, results, staged = chunk.lists
+        weights, kept, results, staged = portion.lists
         # Results overwrite gradients: both are the same tensors.
         grads: Sequence[Any] = results
         if self._results is not None:
-            grads = [all_grads[i] for i in chunk.positions]
+            grads = [all_grads[i] for i in portion.positions]
             chosen = [n for n, grad in enumerate(grads) if grad is not None]
             if len(chosen) < len(grads):
                 weights, kept, results, staged, grads = (
@@ -363,7 +363,7 @@ class MatrixStep:
                 for n in narrow:
                     grads[n] = results[n]
         if staged:
-            self._copy_back.wait(chunk.slot)
+            self._copy_back.wait(portion.slot)
             # Averaged in float32 on the device, and rounded once.
             torch._foreach_copy_(staged, kept, non_blocking=True)
         advance_momentum(
@@ -378,7 +378,7 @@ class MatrixStep:
         if staged:
             if not self.settings.nesterov:
                 torch._foreach_copy_(results, staged)
-            self._copy_back.start(chunk.slot, kept, staged)
+            self._copy_back.start(portion.slot, kept, staged)
 
     def _update(
         self,

@@ -15,7 +15,6 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.report.rank_report import log_plans
 from megatron_muon.rows.parameters import PlannedParameter
-from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
@@ -26,6 +25,7 @@ from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
+from megatron_muon.step.plan_inputs import find_plan_inputs
 from megatron_muon.step.second_moments import SecondMoments
 from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, place_momentum
 
@@ -87,7 +87,7 @@ class MuonStep:
             parameters or plans, or one lacks memory.
 
     Communication: at construction a flag and a hash over all ranks, the collectives of
-        :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
+        :func:`~megatron_muon.step.plan_inputs.find_plan_inputs` and
         :func:`~megatron_muon.runtime.engine_builder.build_engine`, then one flag. In
         :meth:`step` the collectives of ``orthogonalize`` of :attr:`engine`.
     Memory: the state of the optimizers; while a step runs, see

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.newton_schulz.settings import Namo, NorMuon, Scale, StackMethod
 from megatron_muon.rows.parameters import PlannedParameter, cutting_axes
-from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.matrix_step import CHUNK_ELEMENTS, MatrixStep, StepHooks, chunks_of
+from megatron_muon.step.matrix_step import PORTION_ELEMENTS, MatrixStep, StepHooks, portions_of
+from megatron_muon.step.plan_inputs import PlanInputs
 
 METHODS = ("adamuon", "normuon", "namo")
 MOMENT2_BUFFER = "moment2_buffer"
@@ -237,19 +237,19 @@ class AdaMuon(StepHooks):
         self._moments, self._factors = moments, list(factors)
         self._beta2, self._eps = beta2, eps
         sizes = [local_tensor(param).numel() for param in params]
-        self.num_bytes = 4 * max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
+        self.num_bytes = 4 * max(min(PORTION_ELEMENTS, sum(sizes)), *sizes, 0)
 
     def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
         """Divide results by the root of their second moment, and scale them."""
         sizes = enumerate(map(torch.numel, results))
-        for chunk in chunks_of(sizes, CHUNK_ELEMENTS):
-            own = [results[n] for n in chunk]
-            moments = [self._moments(positions[n]) for n in chunk]
+        for portion in portions_of(sizes, PORTION_ELEMENTS):
+            own = [results[n] for n in portion]
+            moments = [self._moments(positions[n]) for n in portion]
             roots = list(torch._foreach_mul(own, own))
             torch._foreach_lerp_(moments, roots, 1 - self._beta2)
             torch._foreach_copy_(roots, moments)
             torch._foreach_sqrt_(roots)
             torch._foreach_add_(roots, self._eps)
             torch._foreach_div_(own, roots)
-            for factors in zip(*(self._factors[positions[n]] for n in chunk), strict=True):
+            for factors in zip(*(self._factors[positions[n]] for n in portion), strict=True):
                 torch._foreach_mul_(own, list(factors))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dtype and device of momentum between steps, and float32 copies of bfloat16 parameters.
 
-Momentum in CPU memory is copied to the device in chunks of a step, into staging memory. Without a
+Momentum in CPU memory is copied to the device in portions of a step, into staging memory. Without a
 float32 copy, rounding a bfloat16 parameter would lose most of each update.
 """
 
@@ -61,7 +61,7 @@ def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
 class CopyBack:
     """Copies of new momentum from staging memory to the memory where it is kept.
 
-    Into CPU memory they run on a stream of their own: beside the copy of the next chunk to the
+    Into CPU memory they run on a stream of their own: beside the copy of the next portion to the
     device, which a link can do at the same time, and the last ones beside the exchange.
 
     Args:
@@ -69,9 +69,9 @@ class CopyBack:
         to_cpu: Whether momentum is kept in CPU memory.
 
     Attributes:
-        num_slots: Slots of staging memory, which chunks use in turn.
+        num_slots: Slots of staging memory, which portions use in turn.
 
-    Memory: for bfloat16 momentum in CPU memory 2 bytes an element of each chunk in flight.
+    Memory: for bfloat16 momentum in CPU memory 2 bytes an element of each portion in flight.
     """
 
     def __init__(self, device: torch.device, *, to_cpu: bool) -> None:

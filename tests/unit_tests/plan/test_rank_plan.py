@@ -107,7 +107,7 @@ def test_matrix_split_over_its_replicas_is_not_local():
     # In each scatter both keep four elements, and pass a chunk of eight on.
     for scatter in bucket.scatters:
         assert list(scatter.sends) == [0] and scatter.receives == {0: 4}
-        assert scatter.shard.chunk_size == 8
+        assert scatter.shard.section_size == 8
 
 
 @settings(max_examples=15)

@@ -63,7 +63,7 @@ def _deliver(matrices: list[MatrixLayout], num_buckets: int, staging_bytes: int)
                 for element in _elements(route)
             ]
             assert len(received) == sum(scatter.receives.values())
-            chunk = scatter.shard.chunk_size if scatter.shard else 0
+            chunk = scatter.shard.section_size if scatter.shard else 0
             chunks[rank] = received + [None] * (chunk - len(received))
             assert len(chunks[rank]) == chunk
         for rank, scatter in scatters.items():
@@ -99,7 +99,7 @@ def _held(matrices: list[MatrixLayout], rank: int) -> list[tuple[int, int, int, 
     st.dictionaries(st.integers(0, 30), st.integers(1, 500), min_size=1),
     st.integers(1, 5),
 )
-def test_replicas_have_equal_chunks(num_replicas, elements, num_scatters):
+def test_replicas_have_equal_sections(num_replicas, elements, num_scatters):
     """Of a multiple of eight elements; each result is in one of them, and owners send evenly."""
     holders = tuple(range(0, 3 * num_replicas, 3))
     sent: Counter[int] = Counter()
@@ -108,11 +108,11 @@ def test_replicas_have_equal_chunks(num_replicas, elements, num_scatters):
         for share in shard.shares:
             filled[share.holder] += share.num_elements
             sent[share.owner] += share.num_elements
-            first = holders.index(share.holder) * shard.chunk_size
-            assert first <= share.offset <= first + shard.chunk_size - share.num_elements
-        assert max(filled.values(), default=0) <= shard.chunk_size
+            first = holders.index(share.holder) * shard.section_size
+            assert first <= share.offset <= first + shard.section_size - share.num_elements
+        assert max(filled.values(), default=0) <= shard.section_size
         if num_replicas > 1:
-            assert shard.chunk_size % 8 == 0
+            assert shard.section_size % 8 == 0
             assert shard.num_elements < sum(filled.values()) + 8 * num_replicas
         for owner, of_owner in elements.items():
             share = sum(each.num_elements for each in shard.shares if each.owner == owner)
@@ -124,7 +124,7 @@ def test_owners_send_to_the_replica_of_their_node():
     """Nothing crosses nodes but what replicas pass on, and what does not fit."""
     # Four ranks a node; replicas on both.
     (shard,) = scatters_of((1, 5), {0: 24, 3: 16, 6: 40}, 1, _COST)
-    assert shard.chunk_size == 40
+    assert shard.section_size == 40
     assert [(each.owner, each.holder, each.num_elements) for each in shard.shares] == [
         (0, 1, 24),
         (3, 1, 16),

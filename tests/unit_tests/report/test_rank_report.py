@@ -22,7 +22,7 @@ def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]
         sent += of_scatter * sum(route.num_elements for routes in to_others for route in routes)
         received += of_scatter * sum(n for owner, n in scatter.receives.items() if owner != rank)
         if scatter.shard is not None:
-            gathered = scatter.shard.num_elements - scatter.shard.chunk_size
+            gathered = scatter.shard.num_elements - scatter.shard.section_size
             sent, received = sent + of_scatter * gathered, received + of_scatter * gathered
     return sent, received
 

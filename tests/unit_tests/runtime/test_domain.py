@@ -45,7 +45,7 @@ def _domains() -> list[Any]:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
-    from megatron_muon.rows.plan_inputs import find_plan_inputs
+    from megatron_muon.step.plan_inputs import find_plan_inputs
 
     init_group()
     mesh = init_device_mesh(kind(), (2, 2), mesh_dim_names=("replica", "shard"))
@@ -90,7 +90,7 @@ def _groups_of_domains() -> list[bool]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
 
-    from megatron_muon.rows.plan_inputs import find_plan_inputs
+    from megatron_muon.step.plan_inputs import find_plan_inputs
 
     init_group()
     rank = dist.get_rank()

@@ -82,7 +82,7 @@ def _streams_of_a_gpu(is_late: bool) -> Iterator[_Streams]:
         (torch, "_foreach_copy_", lambda *args, **_: streams.run(lambda: copy_(*args))),
         (matrix_step, "CopyBack", on_a_gpu),
         (Standard, "run", orthogonalize),
-        (matrix_step, "CHUNK_ELEMENTS", 400),
+        (matrix_step, "PORTION_ELEMENTS", 400),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
