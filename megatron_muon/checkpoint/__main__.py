@@ -115,7 +115,11 @@ def replacing(target: Path) -> Iterator[Path]:
         yield temporary
         # A rename alone would replace an empty folder that has appeared meanwhile.
         target.mkdir()
-        temporary.rename(target)
+        try:
+            temporary.rename(target)
+        except OSError:
+            target.rmdir()
+            raise
 
 
 @contextmanager

@@ -146,6 +146,8 @@ def load_together(
     Communication: a flag over the ranks that step together.
     """
     before = optimizer.state, optimizer.param_groups
+    # States hold views of them, into which a loaded state is copied.
+    moments = [(each.values, each.values.clone()) for each in muon.engine.moments]
     try:
         new_state, problems = arranged(optimizer, algorithms, state_dict, muon.state)
         if not problems:
@@ -160,11 +162,16 @@ def load_together(
     except Exception as error:
         problems = [first_line(error)]
     try:
+        # A rank without parameters steps with none.
         if muon._holders:
             step = muon.muon_step
             raise_where_any_rank_fails(problems, step.group, step.device, _ADVICE)
+        elif problems:
+            raise RuntimeError("\n".join([*problems, _ADVICE]))
     except RuntimeError:
         optimizer.state, optimizer.param_groups = before
+        for values, old in moments:
+            values.copy_(old)
         raise
     muon.state, muon._is_changing = optimizer.state, False
 

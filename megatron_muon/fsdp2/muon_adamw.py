@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer for all parameters: Muon for matrices, AdamW or Lion for the rest."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -151,9 +152,10 @@ class MuonAdamW(torch.optim.Optimizer):
     def summary(self) -> str:
         """Return one line per parameter: name, shape, algorithm, layout, and the reason."""
         lines = []
+        parameters = planned_parameters(self.param_groups)
         for algorithm, group in zip(self.algorithms, self.param_groups, strict=True):
             layout = [f"{key} {group[key]}" for key in PLANNED if group.get(key)]
-            for parameter in planned_parameters([group]):
+            for parameter in itertools.islice(parameters, len(group["params"])):
                 reason = self._reasons.get(parameter.name, "given")
                 shape = tuple(parameter.param.shape)
                 lines.append("  ".join([parameter.name, str(shape), algorithm, *layout, reason]))
@@ -287,7 +289,10 @@ class MuonAdamW(torch.optim.Optimizer):
             return
         # Without state no algorithm differs.
         algorithms = ["adamw"] * len(self.param_groups)
-        super().load_state_dict(arranged(self, algorithms, state_dict, {})[0])
+        new_state, problems = arranged(self, algorithms, state_dict, {})
+        if problems:
+            raise RuntimeError("\n".join(problems))
+        super().load_state_dict(new_state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles, until the exchange is planned."""
@@ -318,6 +323,8 @@ def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     ]
     for param, _ in empty:
         param.grad = torch.zeros_like(param)
-    yield
-    for param, grad in empty:
-        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, grad in empty:
+            param.grad = grad

@@ -230,8 +230,10 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         args.optimizer = "adam"
         if requested in MUON_OPTIMIZERS:
-            # Megatron's configuration asserts float32 without its precision-aware Adam.
-            args.muon_momentum_dtype, args.exp_avg_dtype = args.exp_avg_dtype, "fp32"
+            # Megatron's configuration asserts float32 without its precision-aware Adam. Scripts may
+            # validate twice.
+            args.muon_momentum_dtype = getattr(args, "muon_momentum_dtype", args.exp_avg_dtype)
+            args.exp_avg_dtype = "fp32"
         try:
             return original(args, defaults)
         finally:

@@ -4,7 +4,7 @@
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_muon.plan.buckets import choose_buckets
@@ -34,6 +34,7 @@ class ExchangePlan:
         buckets: Indices of the matrices by bucket, ascending.
         order: Numbers of the plan that decide the order of a step.
         staging_bytes: Memory of messages and stacks on the fullest rank, if it has no other plan.
+        sizes: Counts elements of messages and stacks by bucket.
     """
 
     matrices: tuple[MatrixLayout, ...]
@@ -45,17 +46,13 @@ class ExchangePlan:
     buckets: tuple[tuple[int, ...], ...]
     order: PlanOrder
     staging_bytes: int
+    sizes: SizeCounter = field(compare=False, repr=False)
 
     @cached_property
     def ranks(self) -> Ranks:
         """Ranks that join the collectives of the plan, ascending."""
         # Most matrices have one tuple of ranks: thousands of them are walked once.
         return tuple(sorted(set().union(*{matrix.ranks for matrix in self.matrices})))
-
-    @cached_property
-    def sizes(self) -> SizeCounter:
-        """Sizes of messages and stacks by bucket."""
-        return SizeCounter(self.matrices, self.owners, self.cost, self.dtypes)
 
     @property
     def num_scatters(self) -> int:
@@ -132,6 +129,7 @@ def plan_matrices(
         settings.dtypes,
         tuple(local),
         *buckets,
+        sizes,
     )
 
 

@@ -21,6 +21,7 @@ from megatron_muon.plan.layout import Range, Ranks, holders_of_segments, rows_in
 from megatron_muon.runtime.agreement import own_rank
 
 _GROUP = "_mfsdp_parameter_group"
+_SUBMESH = "_megatron_muon_without_tensor_axis"
 
 
 def is_of_fsdp_v1(param: object) -> bool:
@@ -121,10 +122,13 @@ def tensor_shard_layout(param: DTensor) -> tuple[DeviceMesh, tuple[Placement, ..
     return mesh, placements + (Replicate(),) * (mesh.ndim - len(placements))
 
 
-@functools.lru_cache(maxsize=64)
-def _without_last_axis(mesh: DeviceMesh) -> DeviceMesh:
-    assert mesh.mesh_dim_names is not None, "Megatron-FSDP names the axes of its meshes"
-    return mesh[mesh.mesh_dim_names[:-1]]
+def _without_last_axis(mesh: Any) -> DeviceMesh:  # noqa: ANN401 - gets an attribute
+    # Kept with the mesh: in a cache a mesh of process groups that were destroyed equals it.
+    if not hasattr(mesh, _SUBMESH):
+        assert mesh.mesh_dim_names is not None, "Megatron-FSDP names the axes of its meshes"
+        setattr(mesh, _SUBMESH, mesh[mesh.mesh_dim_names[:-1]])
+    submesh: DeviceMesh = getattr(mesh, _SUBMESH)
+    return submesh
 
 
 def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401

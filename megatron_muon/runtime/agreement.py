@@ -9,8 +9,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,16 +35,6 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-@contextmanager
-def capture_error(errors: list[Exception]) -> Iterator[None]:
-    """Append an exception of the body to a list, for :func:`raise_where_any_rank_fails`."""
-    try:
-        yield
-    # Any exception: other ranks would wait for this one, and compilers of kernels raise their own.
-    except Exception as error:
-        errors.append(error)
 
 
 def raise_where_any_rank_fails(

@@ -27,6 +27,9 @@ def allocating(num_bytes: int, device: torch.device, purpose: str) -> Iterator[N
         yield
     # A GPU raises torch.OutOfMemoryError, which is one of these; a CPU nothing more special.
     except RuntimeError as error:
+        # After another error a GPU may not answer how much memory is free.
+        if not is_out_of_memory(error):
+            raise
         text = (
             f"expected {num_bytes:,} bytes on {device} for {purpose}, got "
             f"{type(error).__name__}: {first_line(error)}"
@@ -66,7 +69,7 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, purpose: str) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes, self._purpose = num_bytes, purpose
         with allocating(num_bytes, device, purpose):
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -75,11 +78,16 @@ class Arena:
         return self._memory[offset : offset + num_elements * dtype.itemsize].view(dtype)
 
     def allocate(self) -> None:
-        """Allocate the memory; its contents are undefined."""
+        """Allocate the memory; its contents are undefined.
+
+        Raises:
+            MemoryError: The device has too little memory, with sizes.
+        """
         storage = self._memory.untyped_storage()
         # If a step ended early it is still there: torch would move it to another address.
         if storage.nbytes() != self.num_bytes:
-            storage.resize_(self.num_bytes)
+            with allocating(self.num_bytes, self._memory.device, self._purpose):
+                storage.resize_(self.num_bytes)
 
     def free(self) -> None:
         """Return the memory. Collectives must have been waited for."""

@@ -124,10 +124,9 @@ class Engine:
             MemoryError: The device has too little memory, with sizes.
         """
         self._wait_for_leftovers()
+        self._arena.allocate()
         other_bytes = others.state + max(others.temporaries, self._workspace_bytes)
-        num_bytes = self.staging_bytes + other_bytes
-        with allocating(num_bytes, self._device, "messages, stacks and Newton-Schulz"):
-            self._arena.allocate()
+        with allocating(other_bytes, self._device, "Newton-Schulz and other optimizers"):
             # Freed at once: the allocator keeps the block for Newton-Schulz and other optimizers.
             torch.empty(other_bytes, dtype=torch.uint8, device=self._device)
 

@@ -19,7 +19,6 @@ from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import (
     Domain,
-    capture_error,
     differences_between_ranks,
     first_line,
     gather_objects,
@@ -124,16 +123,18 @@ def on_all_ranks[T](build: Callable[[], T], settings: ExchangeSettings, device: 
 
     Communication: one flag over the job.
     """
-    errors: list[Exception] = []
-    with capture_error(errors):
+    cause: Exception | None = None
+    try:
         result = build()
+    # Any exception: other ranks would wait for this one, and compilers of kernels raise their own.
+    except Exception as error:
+        cause = error
     staging_bytes = settings.staging_bytes or PlanSettings.staging_bytes
     advice = (
         f". Lower exchange.staging_bytes (now {staging_bytes:,}), shard over more ranks, or leave "
         "more memory free"
     )
-    problems = [first_line(error) + advice * is_out_of_memory(error) for error in errors]
-    cause = errors[0] if errors else None
+    problems = [first_line(cause) + advice * is_out_of_memory(cause)] if cause else []
     raise_where_any_rank_fails(problems, None, device, "No optimizer was built.", cause=cause)
     return result
 

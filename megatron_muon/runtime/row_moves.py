@@ -203,7 +203,7 @@ def difference_from_torch(device: torch.device) -> str | None:
                 )
             # Compilers raise whatever they do.
             except Exception as error:
-                return f"{type(error).__name__}: {first_line(error)}"
+                return first_line(error)
             found.append(moved)
         if not torch.equal(*found):
             return f"{source.dtype} to {target.dtype}: other bits than torch's"

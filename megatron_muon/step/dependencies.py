@@ -5,6 +5,7 @@
 The checks cover names that are not documented, two steps of Muon, and the environment of torch.
 """
 
+import functools
 import importlib.metadata
 import os
 import pkgutil
@@ -110,7 +111,7 @@ def dependency_problems() -> list[str]:
 
     Memory: some matrices of six elements on the CPU.
     """
-    return missing_symbols() or _muon_problems()
+    return missing_symbols() or [*_muon_problems()]
 
 
 def environment_problems() -> list[str]:
@@ -153,22 +154,24 @@ def _problem_of(module: str, name: str, use: str) -> str:
     return ""
 
 
-def _muon_problems() -> list[str]:
+# Constant per process, and every model's optimizer asks.
+@functools.cache
+def _muon_problems() -> tuple[str, ...]:
     try:
         # The operations are the same ones, so bits differ only where torch has another kernel for
         # lists. Weights are about 4, and updates of the size of lr, 0.5.
         with torch.no_grad():
             pairs = _steps_of_muon()
             if all(torch.allclose(upstream, own, atol=1e-4, rtol=0) for upstream, own in pairs):
-                return []
+                return ()
         actual = "another result"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         actual = str(error).partition("\n")[0]
     release = _release_of("emerging_optimizers")
-    return [
+    return (
         "emerging_optimizers' Muon.step: expected it as in the tested releases, got "
-        f"{actual} in {release}. {_ADVICE}"
-    ]
+        f"{actual} in {release}. {_ADVICE}",
+    )
 
 
 def _release_of(module: str) -> str:

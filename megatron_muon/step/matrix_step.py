@@ -31,7 +31,7 @@ import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
 from megatron_muon.rows.matrices import RowIndex
-from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
+from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import in_range
@@ -42,7 +42,6 @@ from megatron_muon.step.stored_state import CopyBack
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
 # microseconds, longer than a launch takes.
 PORTION_ELEMENTS = 2**24
-_CONTENTS = "results and momentum"
 
 
 class StepSettings(NamedTuple):
@@ -53,7 +52,8 @@ class StepSettings(NamedTuple):
         weight_decay_method: See :func:`~megatron_muon.step.elementwise.decay_weights`.
         fp32_matmul_prec: Precision of Newton-Schulz.
         overwrites_gradients: Whether results are written to the memory of gradients, which saves as
-            much memory as the momentum has. Otherwise gradients stay as they are.
+            much memory as the momentum has. Otherwise gradients stay as they are, but for ``l2``,
+            which adds the decay to them, as in emerging-optimizers.
         gradients_stay: Whether gradients are in the same memory in every step, so that views of it
             may be kept.
         momentum_dtype: Dtype of momentum between steps.
@@ -200,7 +200,7 @@ class MatrixStep:
         # torch converts bfloat16 on the device, into memory of its own, where one side is a CPU's.
         self._is_converted = settings.offload_momentum and settings.momentum_dtype != torch.float32
         self._copied_bytes = 2 * (num_slots + 1) * largest * self._is_converted
-        self.arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
+        self.arena = Arena(4 * (num_results + num_staged), device, "results and momentum")
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
         self._portions = [
             _Portion(
@@ -233,9 +233,7 @@ class MatrixStep:
             MemoryError: The device has too little memory, with sizes.
         """
         self._copy_back.wait_for_all()
-        with allocating(self.arena.num_bytes, self._device, _CONTENTS):
-            if self.arena.num_bytes:
-                self.arena.allocate()
+        self.arena.allocate()
         needs = [others.temporaries]
         if not self._rows_elsewhere:
             needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]

@@ -16,6 +16,7 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.report.rank_report import log_plans
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import (
+    first_line,
     own_rank,
     raise_where_any_rank_fails,
     raise_where_ranks_differ,
@@ -236,8 +237,9 @@ class MuonStep:
             self._matrix_step.reserve(others)
             if self._main_params.params and not problems:
                 self._main_params.compare(self.state())
-        except MemoryError as error:
-            problems.append(str(error))
+        # Other ranks wait for this one.
+        except (MemoryError, RuntimeError) as error:
+            problems.append(first_line(error))
         return problems
 
     def _all_params(self) -> list[Any]:

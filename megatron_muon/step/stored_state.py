@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.arena import Arena, allocating
+from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.tensors import local_tensor
 
 MAIN_PARAM = "main_param"
@@ -162,13 +162,11 @@ class MainParams:
             MemoryError: The device has too little memory.
         """
         params, mains = self._tensors(state)
-        rounded = self._all_rounded
-        with allocating(rounded.nbytes, rounded.device, "the comparison of weights"):
-            self._arena.allocate()
-            torch._foreach_copy_(self._rounded, mains)
-            # 0 if and only if both are equal: bfloat16 has the difference of its smallest steps.
-            torch._foreach_sub_(self._rounded, params)
-            self._is_changed = rounded.any()
+        self._arena.allocate()
+        torch._foreach_copy_(self._rounded, mains)
+        # 0 if and only if both are equal: bfloat16 has the difference of its smallest steps.
+        torch._foreach_sub_(self._rounded, params)
+        self._is_changed = self._all_rounded.any()
 
     def follow(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Copy elements that were changed since the last step.

@@ -19,7 +19,16 @@ from torch.distributed.tensor import placement_types
 from megatron_muon import enable, is_enabled
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.newton_schulz.settings import coefficients_of
+from megatron_muon.step import dependencies
 from megatron_muon.step.dependencies import dependency_problems
+
+
+@pytest.fixture(autouse=True)
+def compute_anew():
+    """Forget what this process has computed, before and after a test that changes it."""
+    dependencies._muon_problems.cache_clear()
+    yield
+    dependencies._muon_problems.cache_clear()
 
 
 def test_this_environment_has_everything():
