@@ -61,7 +61,7 @@ def check_compiler(device: torch.device) -> Finding:
 
 
 def check_communication() -> Finding:
-    """List the backend and its variables, and name those that hide no traffic."""
+    """List the backend and its variables, and warn about those that prevent overlap."""
     backend = dist.get_backend()
     version = ""
     if backend == "nccl":

@@ -15,7 +15,7 @@ import torch
 
 from megatron_muon.rows.parameters import SplitSizes
 
-# Fused gate and up, and the matrix behind them.
+# Fused gate and up, and the down projection that follows.
 _GATED = {
     "gate_up_proj": "down_proj",
     "gate_up": "down",

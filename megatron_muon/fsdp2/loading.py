@@ -69,7 +69,7 @@ def arranged(
                     key: torch.zeros_like(value) for key, value in current.items()
                 }
         if "lr" not in values:
-            problems.append(f"group {number}: expected parameters of one group, got several")
+            problems.append(f"group {number}: expected settings of one group, got several or none")
         for key, default in PLANNED.items():
             saved_value, own_value = values.get(key, default), group.get(key, default)
             if as_split_sizes(saved_value) != as_split_sizes(own_value):

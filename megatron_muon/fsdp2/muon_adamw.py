@@ -20,7 +20,7 @@ from megatron_muon.fsdp2.settings import MuonArguments
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import gather_objects
-from megatron_muon.runtime.plan_runner import in_range
+from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import elementwise_bytes
 
@@ -255,7 +255,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
         def step_others() -> None:
             """Step AdamW's and Lion's parameters."""
-            with in_range("elementwise"):
+            with profiler_range("elementwise"):
                 for other in others:
                     with _state_of_empty_shards(other):
                         other.step()

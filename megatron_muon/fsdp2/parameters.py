@@ -21,7 +21,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.plan.layout import Box
-from megatron_muon.rows.megatron_fsdp import is_joined, is_of_fsdp_v1, is_of_fsdp_v2, tensor_mesh
+from megatron_muon.rows.megatron_fsdp import (
+    is_of_fsdp_v1,
+    is_of_fsdp_v2,
+    is_tensor_sharded,
+    tensor_mesh,
+)
 from megatron_muon.rows.parameters import (
     PlannedParameter,
     as_dtensor,
@@ -254,7 +259,7 @@ def _megatron_view(parameter: PlannedParameter) -> PlannedParameter:
     mesh = None if is_v2 else tensor_mesh(param)
     if mesh is None:
         return shard
-    dim = sharded_dim(param.placements[-1]) if is_joined(param) else None
+    dim = sharded_dim(param.placements[-1]) if is_tensor_sharded(param) else None
     viewed = over_tensor_ranks(shard, mesh, dim)
     if viewed.view.shape != param.shape:
         raise ValueError(

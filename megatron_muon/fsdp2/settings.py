@@ -78,8 +78,8 @@ class MuonArguments:
     def problems(self) -> list[str]:
         """List invalid arguments, one sentence each.
 
-        Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
-        wait.
+        Emerging-optimizers reports unknown names only in the first step, after weight decay, while
+        other ranks wait.
         """
         choices_by_name = {
             "weight_decay_method": sorted(WEIGHT_DECAY_METHODS),

@@ -182,8 +182,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             "Every trainable parameter needs a finite, reduced gradient before step(): call "
             "finish_grad_sync() after the backward pass, and look for NaN or Inf in the loss. "
             "Nothing was updated.",
-            suspects=not_finite.number,
-            explain=not_finite.explain,
+            num_device_problems=not_finite.number,
+            describe=not_finite.explain,
         )
         if self._norm is not None:
             raise RuntimeError(
@@ -279,7 +279,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 "fsdp_dtensor checkpoint instead of --load-main-params-from-ckpt."
             )
         for chunk in self._chunks:
-            chunk.take_loaded_weights(is_with_state=False)
+            chunk.sync_after_load(has_optimizer_state=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name.
@@ -315,7 +315,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             self.muon_step.collect_moments()
         self._is_changing = False
         for chunk in self._chunks:
-            chunk.take_loaded_weights(is_with_state=True)
+            chunk.sync_after_load(has_optimizer_state=True)
 
     def sharded_state_dict(
         self,

@@ -7,7 +7,7 @@ A load::
     find_before_loading       wraps _load_base_checkpoint, which a load calls twice
         1. locate             the same checkpoint on all ranks; its files have their lengths
         2. locate, adapt      random states, and group settings that the checkpoint lacks
-    compare_before_loading    names and shapes of tensors, in the second call
+    rename_and_compare    names and shapes of tensors, in the second call
     upstream                  torch.distributed.checkpoint loads into the tensors of the run
     load_state_dict           of the optimizer adopts group settings, and installs main weights
 """
@@ -153,7 +153,7 @@ def _adapt(
     """Adapt a state dict to the entries of a checkpoint.
 
     Args:
-        state_dict: Gets the checkpoint, for :func:`compare_before_loading`, and a stored random
+        state_dict: Gets the checkpoint, for :func:`rename_and_compare`, and a stored random
             state: there is one per stage and tensor-parallel rank, and a missing one is replaced by
             another.
         checkpoint: The checkpoint.
@@ -193,7 +193,7 @@ def _adapt(
     return set_aside
 
 
-def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+def rename_and_compare(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``preprocess_fsdp_dtensor_state_dict``: its result is loaded or saved next.
 
     Communication: for a load one all-reduce of an int32 over all ranks, and with pipeline stages an

@@ -104,9 +104,9 @@ class ShardedChunk:
         if self._outer_reductions is not None:
             self._outer_reductions.clear()
 
-    def take_loaded_weights(self, *, is_with_state: bool) -> None:
+    def sync_after_load(self, *, has_optimizer_state: bool) -> None:
         """Update the weights that depend on the loaded ones, with optimizer state or alone."""
-        if not is_with_state:
+        if not has_optimizer_state:
             for parameter_group in self._chunk.param_and_grad_buffer.parameter_groups:
                 copy_model_weights_to_main_weights(parameter_group)
 
@@ -159,7 +159,7 @@ class ShardedChunkOfV2(ShardedChunk):
         for param in self._params.values():
             param.grad = None
 
-    def take_loaded_weights(self, *, is_with_state: bool) -> None:
+    def sync_after_load(self, *, has_optimizer_state: bool) -> None:
         """Update the compute weights: the main ones were loaded."""
         for group in self._groups:
             group.sync_model_weight_from_main_weight()

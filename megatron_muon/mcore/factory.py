@@ -37,7 +37,12 @@ from megatron_muon.mcore.fsdp_model import (
     named_optimizer_parameters,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.mcore.splits import asks_for_more, build_with_flags, routing_rule, tag_blocks
+from megatron_muon.mcore.splits import (
+    build_with_flags,
+    needs_custom_build,
+    routing_rule,
+    tag_blocks,
+)
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import ExchangeSettings
@@ -137,7 +142,7 @@ def choose_builder(original: Callable[..., Any]) -> Callable[..., Any]:
             return build_megatron_fsdp_emerging_optimizer(
                 config, model_chunks, config_overrides, pg_collection
             )
-        if asks_for_more(config):
+        if needs_custom_build(config):
             return build_with_flags(original, config, model_chunks, config_overrides, pg_collection)
         return original(config, model_chunks, config_overrides, pg_collection)
 

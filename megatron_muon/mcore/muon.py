@@ -250,8 +250,8 @@ class TensorParallelMoments(SecondMoments):
 
     adamuon has ``moment2_buffer``, like the parameter. namo has ``moment2_buffer``, ``(blocks,)``.
     normuon has ``moment2_rows``, a column sharded as the parameter's rows, if the parameter has
-    tall or square blocks, and ``moment2_cols``, ``(wide blocks, cols)``, if it has wide ones. What
-    is not sharded is the same on every rank.
+    tall or square blocks, and ``moment2_cols``, ``(wide blocks, cols)``, if it has wide ones. State
+    that is not sharded is replicated.
 
     Args:
         muon: One of the optimizers, for groups and layouts that all of them share.
@@ -318,7 +318,7 @@ class TensorParallelMoments(SecondMoments):
     def _shared(
         self, state: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Iterator[tuple[Moments, slice, torch.Tensor]]:
-        """Yield the numbers that ranks share: of a plan, a range, and their state.
+        """Yield moments of a plan, the range of a block in them, and the state of this rank.
 
         Rows are a part of this rank's ``moment2_rows``.
         """

@@ -207,7 +207,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "checkpoints: compare names and shapes before anything is loaded",
-        checkpoint_load.compare_before_loading,
+        checkpoint_load.rename_and_compare,
         source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
     ),
     Patch(

@@ -134,7 +134,7 @@ def _is_excluded(param: torch.Tensor) -> bool:
     return getattr(param, "use_muon", True) is False
 
 
-def asks_for_more(config: Any) -> bool:
+def needs_custom_build(config: Any) -> bool:
     """Return whether the flags ask for more than upstream's function does by itself.
 
     Args:

@@ -26,7 +26,7 @@ class NewtonSchulzArgs:
 
     Args:
         settings: Steps, coefficients and precision.
-        whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
+        whole_shape: Shape of the whole matrices; differs from the stack's only for split matrices.
         is_normalized: Whether the norm of a whole matrix is 1. The stack is then bfloat16,
             otherwise float32.
         parts_group: Ranks that hold the parts of the single matrix of the stack; None if matrices
@@ -144,11 +144,11 @@ class Backend(ABC):
         # Also true if a result is NaN.
         if not difference <= _MAX_DIFFERENCE:
             other = self.reference.name
+            shape = " x ".join(map(str, stack.shape[1:]))
             raise RuntimeError(
-                f"Newton-Schulz {self.name}: expected results within {_MAX_DIFFERENCE} of those of "
-                f"{other} for {stack.shape[1]} x {stack.shape[2]} matrices, got {difference:.2g} "
-                f"of their norm. Use exchange.newton_schulz {other}, and report it with the "
-                "versions of the kernels."
+                f"Newton-Schulz {self.name}: expected a relative error below {_MAX_DIFFERENCE} "
+                f"against {other} for {shape} matrices, got {difference:.2g}. Use "
+                f"exchange.newton_schulz {other}, and report it with the versions of the kernels."
             )
 
 

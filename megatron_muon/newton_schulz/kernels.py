@@ -108,7 +108,6 @@ def _error_of_triton(device: "torch.device") -> str:
     return ""
 
 
-@functools.cache
 def _limit_tuning() -> None:
     """Limit Triton's tuning to six configurations in this process, if the release has them.
 

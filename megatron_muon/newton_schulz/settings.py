@@ -47,7 +47,7 @@ class _Decaying:
 
 
 class NorMuon(_Decaying):
-    """Divide rows by the root of their mean square, or columns of blocks with more of these.
+    """Divide rows by the root of their mean square, or columns of wide blocks.
 
     Results keep the norm that they had before.
 

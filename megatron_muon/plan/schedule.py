@@ -26,11 +26,12 @@ deadlocks:
 
 - The collectives of a plan come in one order on all ranks, independent of other plans.
 - Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns the
-  earlier plan comes first, and ranks have their plans in one order. A rank waits for collectives
-  that all ranks launched in an earlier turn of the same plan, or earlier in the same turn, with one
-  order on all ranks; the same holds for all actions before an all-gather. Owners of a split matrix,
-  and on gloo replicas, wait for each other in the same turn. So the rank that is furthest behind
-  only waits for collectives that every rank has launched.
+  earlier plan comes first, and ranks have their plans in one order.
+
+A rank waits only for collectives of an earlier turn of the same plan, or of the same turn, whose
+order is one on all ranks; so do all actions before an all-gather. Owners of a split matrix, and on
+gloo replicas, wait for each other in the same turn. The rank that is furthest behind therefore
+waits only for collectives that every rank has launched.
 """
 
 import functools

@@ -4,7 +4,7 @@
 
 It does not import megatron; attributes of Megatron-FSDP's parameters are read in ``megatron_fsdp``.
 
-A *parameter* has a name and a view; its mesh, placements and shape are planned. A *box*
+A *parameter* has a name and a view; plans use mesh, placements and shape of the view. A *box*
 is a rectangle of rows and columns; the boxes of all ranks of the mesh follow from placements, from
 Megatron-FSDP's buffer or from the sizes of plain tensors. The *matrices* of a parameter and their
 *regions* follow from boxes alone; ranks with equal boxes hold the same regions. The *domain*

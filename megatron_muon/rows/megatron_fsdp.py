@@ -108,7 +108,7 @@ def tensor_shard_shape(param: Any) -> torch.Size:  # noqa: ANN401 - with attribu
     return shape
 
 
-def is_joined(param: Any) -> bool:  # noqa: ANN401
+def is_tensor_sharded(param: Any) -> bool:  # noqa: ANN401
     """Return whether a parameter is tensor-parallel over the last axis of its mesh."""
     return tuple(param.shape) != tuple(tensor_shard_shape(param))
 
@@ -116,7 +116,7 @@ def is_joined(param: Any) -> bool:  # noqa: ANN401
 def tensor_shard_layout(param: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of a parameter on its tensor-parallel rank."""
     mesh, placements = param.device_mesh, tuple(param.placements)
-    if is_joined(param):
+    if is_tensor_sharded(param):
         mesh, placements = _without_last_axis(mesh), placements[:-1]
     # ZeRO-0 with several instances of the optimizer has one placement for two axes in version 1.
     return mesh, placements + (Replicate(),) * (mesh.ndim - len(placements))
@@ -137,7 +137,7 @@ def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
     None if version 1 has no such axis, and for experts: tensor parallelism never replicates
     them.
     """
-    if is_joined(param):
+    if is_tensor_sharded(param):
         mesh: DeviceMesh = param.device_mesh
         return mesh
     index = param._megatron_fsdp_model.param_and_grad_buffer.dist_index

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 # Refuses a step after one that failed between its first change and its end.
 INTERRUPTED = (
-    "step: expected the last one to have ended, got an error while it changed weights and state. "
-    "Load a checkpoint, weights and optimizer"
+    "step: expected weights and state that the previous step left complete, got an error in the "
+    "middle of it. Load a checkpoint, weights and optimizer"
 )
 
 
@@ -43,20 +43,20 @@ def raise_where_any_rank_fails(
     device: torch.device,
     advice: str,
     *,
-    suspects: torch.Tensor | None = None,
-    explain: Callable[[], Sequence[str]] = list,
+    num_device_problems: torch.Tensor | None = None,
+    describe: Callable[[], Sequence[str]] = list,
     cause: Exception | None = None,
 ) -> None:
     """Raise on every rank of a group when one of them has something to report.
 
     Args:
-        problems: What is wrong on this rank, as sentences; empty if nothing is.
+        problems: Error messages of this rank, one sentence each.
         group: Ranks that decide together; None for all ranks of the job.
         device: Where the flag that is reduced lives (the backend's device).
         advice: What the user should do, the end of the message.
-        suspects: Number of problems that only the device knows of, an integer scalar; read on the
-            host together with the flag.
-        explain: Returns a sentence per suspect.
+        num_device_problems: Number of further problems, an integer scalar on the device; read by
+            the host together with the flag.
+        describe: Returns a sentence for each of these.
         cause: Exception of this rank, whose traceback is kept.
 
     Raises:
@@ -66,14 +66,14 @@ def raise_where_any_rank_fails(
     """
     # Not torch.tensor, for whose copy the host would wait.
     num_problems = torch.full((1,), len(problems), dtype=torch.int32, device=device)
-    if suspects is not None:
-        num_problems += suspects
+    if num_device_problems is not None:
+        num_problems += num_device_problems
     # Texts are only exchanged once somebody has one: the usual step pays for four bytes.
     if dist.is_initialized():
         dist.all_reduce(num_problems, group=group)
     if num_problems.item() == 0:
         return
-    texts = gather_objects([*problems, *explain()], group)
+    texts = gather_objects([*problems, *describe()], group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
     # The same sentence from many ranks is one line with all of them.
     by_text: dict[str, list[str]] = {}
@@ -110,7 +110,7 @@ def raise_where_ranks_differ(
         RuntimeError: On all ranks of the group, naming the first item that differs, per deviating
             rank.
 
-    Communication: that of :func:`differences_between_ranks`.
+    Communication: see :func:`differences_between_ranks`.
     """
     differences = differences_between_ranks(entries, group, device, what)
     if differences:

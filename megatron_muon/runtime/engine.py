@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the plans of a rank: local rows in, orthogonalized local rows out.
 
-The order of a step is that of :mod:`megatron_muon.plan.schedule`. For one plan with buckets 0, 1,
-2, ... and one bucket in flight beside the one in work::
+:mod:`megatron_muon.plan.schedule` defines the order of a step. For one plan with buckets 0, 1, 2,
+... and one bucket in flight beside the one in work::
 
     norms | gather 0 | local | gather 1 | orthogonalize 0 |           scatter 0
                      | local | gather 2 | orthogonalize 1 | yield 0 | scatter 1
@@ -28,7 +28,7 @@ from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.local_rows import Handle, Rows, StackTask
 from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner, in_range
+from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner, profiler_range
 from megatron_muon.runtime.row_moves import Addresses
 
 
@@ -52,8 +52,9 @@ class Engine:
         the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
         in fp32. It ends with :meth:`~megatron_muon.runtime.norms.Moments.share` of each plan.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
-        :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
-        one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
+        :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the workspace of
+        Newton-Schulz for one stack. Between steps the tables of
+        :class:`~megatron_muon.runtime.row_moves.RowMoves`.
 
     Attributes:
         plans: Plans of this rank.
@@ -152,10 +153,10 @@ class Engine:
             runner.connect()
 
     def check_kernels(self) -> None:
-        """Compare backends that have kernels of their own with those that torch computes.
+        """Compare backends with custom kernels with their reference in torch.
 
-        Each shape of this rank's stacks, and without other ranks. It also compiles the kernels:
-        otherwise the first step would wait for it.
+        It runs once for each shape of this rank's stacks, without other ranks, and compiles the
+        kernels: otherwise the first step would wait for it.
 
         Raises:
             Exception: First error of a kernel: wrong results for a shape, or its own error.
@@ -197,7 +198,7 @@ class Engine:
             self._updates, self._results = updates, results
         self._addresses.update()
         for runner in self.runners:
-            with in_range("norms"):
+            with profiler_range("norms"):
                 runner.rows.begin()
         for action in self._schedule.actions:
             if overlap_fn is not None and action.kind != "start_gather":
@@ -219,12 +220,12 @@ class Engine:
             # One after the other: they share memory, and a result is written back before the next
             # stack is read.
             for stack in self._schedule.local[number]:
-                with in_range("local_matrices"):
+                with profiler_range("local_matrices"):
                     complete = self.runners[stack.plan].local(stack.number)
                 yield complete
             return
         runner = self.runners[plan]
-        with in_range(kind):
+        with profiler_range(kind):
             match kind:
                 case "start_gather":
                     runner.start_gather(number)

@@ -20,7 +20,7 @@ class Moments:
         shape_of: Shape of a block's state, by its rows and columns.
         group: Ranks of the plan; None for a rank alone.
         device: Where they are.
-        by_owner: Whether the owner of a block alone updates its values.
+        by_owner: Whether only the owner of a block updates its values.
 
     Attributes:
         values: Values of all blocks, ``(num_values,)`` float32.

@@ -19,8 +19,8 @@ from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.moments import Moments
 
-# What a CPU converts to float64 at once: 2 MB, which stay in the second-level cache of a core. More
-# in one sum would also cost digits. A GPU converts as it adds.
+# Elements that a CPU converts to float64 at once: 2 MB, which stay in the second-level cache of a
+# core. More in one sum would also cost digits. A GPU converts as it adds.
 _PIECE_ELEMENTS = 2**18
 
 

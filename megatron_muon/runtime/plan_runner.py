@@ -39,7 +39,7 @@ from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 
-def in_range(name: str) -> AbstractContextManager[object]:
+def profiler_range(name: str) -> AbstractContextManager[object]:
     """Show the body as ``Muon.NAME`` in profiles.
 
     ``torch.profiler`` and ``torch.autograd.profiler.emit_nvtx``, for Nsight Systems, set the flag.

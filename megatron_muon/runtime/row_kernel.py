@@ -19,8 +19,8 @@ import triton.language as tl
 TILE = 4096
 PIECE = 2048
 NUM_WARPS = 8
-# Numbers of a rectangle: tensor, first element in it and two strides of its source, the same of its
-# target, rows, columns, and the position of its norm.
+# Columns of the table: source tensor, first element in it, row stride, column stride; the same for
+# the target; rows, columns, and the position of the norm.
 WIDTH = 11
 # A rectangle is cut below this, so that its elements are counted in 32 bits.
 _MOST_ELEMENTS = 2**30

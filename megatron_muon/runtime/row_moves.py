@@ -78,8 +78,8 @@ class RowMoves:
             or bfloat16. Views may be of memory that is freed between steps.
         addresses: Of the tensors that they are views of.
         norms: By move, the position of the norm that it is divided by; None for none. The quotient
-            is computed in fp32, and rounded as it is written. With ``factors`` it is multiplied
-            instead, before these: the numbers are then factors of blocks that a step computes.
+            is computed in fp32, and rounded as it is written. With ``factors`` it is the position
+            of a factor of its block, by which it is multiplied first.
         factors: By move, factors that it is multiplied by in fp32, one after the other; None for
             none. Their product would round differently.
         by_kernel: False where one side is in CPU memory.

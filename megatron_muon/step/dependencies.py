@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Check torch and emerging-optimizers whatever their versions.
+"""Check torch and emerging-optimizers independently of their versions.
 
 The checks cover names that are not documented, two steps of Muon, and the environment of torch.
 """

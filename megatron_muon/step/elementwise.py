@@ -79,7 +79,7 @@ def advance_momentum(
         updates: Output tensors of that average. Pass ``grads`` to overwrite them.
 
     Returns:
-        What is orthogonalized: the momentum itself, with Nesterov the updates.
+        Input of Newton-Schulz: with Nesterov the updates, otherwise the momentum itself.
     """
     # torch has no foreach function for an empty list.
     if not weights:
@@ -103,7 +103,7 @@ def advance_momentum(
 
 # Name: emerging-optimizers' mode, and a factor.
 _OTHER_SCALES: dict[str, tuple[MuonScaleT | None, float]] = {
-    # The RMS of an update is that of AdamW's. Source: arXiv:2502.16982.
+    # Updates have the RMS of AdamW's. Source: arXiv:2502.16982.
     "match_adamw": ("spectral", 0.2),
     # sqrt(outputs / inputs), torch's name for it. Source: torch 2.14, torch/optim/_muon.py.
     "spectral_unclamped": ("unit_rms_norm", 1.0),

@@ -34,7 +34,7 @@ from megatron_muon.rows.matrices import RowIndex
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.plan_runner import in_range
+from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.runtime.tensors import is_same_memory, join_adjacent, local_tensor
 from megatron_muon.step.elementwise import advance_momentum
 from megatron_muon.step.stored_state import CopyBack
@@ -272,7 +272,7 @@ class MatrixStep:
         for hook in self.hooks:
             hook.begin(grads)
         without_grad = {i for i, grad in enumerate(grads) if grad is None}
-        with in_range("momentum"):
+        with profiler_range("momentum"):
             for portion in self._portions:
                 self._advance(portion, groups[portion.group], grads)
         if self._in_results:
@@ -289,7 +289,7 @@ class MatrixStep:
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
             arrivals = self.engine.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
-                with in_range("update"):
+                with profiler_range("update"):
                     self._update(groups, number, done, without_grad)
         self._copy_back.wait_for_all()
         self.arena.free()
@@ -305,7 +305,7 @@ class MatrixStep:
 
     @property
     def _in_results(self) -> bool:
-        """Whether what is orthogonalized is in the memory of results."""
+        """Whether the input of Newton-Schulz is in the memory of results."""
         return self.settings.nesterov or self.settings.stages_momentum
 
     def _forget(self) -> None:

@@ -63,9 +63,9 @@ class MuonSettings:
 class MuonStep:
     """Step the Muon optimizers of a model together, through one exchange.
 
-    An optimizer is asked for ``param_groups`` and ``state``, in every step, and creates momentum by
-    ``_init_group``. Megatron has one for experts beside that of dense matrices. All matrices share
-    one schedule, so that some are in transit while others are orthogonalized.
+    ``param_groups`` and ``state`` of an optimizer are read in every step, and ``_init_group``
+    creates its momentum. Megatron has an optimizer for experts, and one for dense matrices. All
+    matrices share one schedule, so that some are in transit while others are orthogonalized.
 
     Args:
         optimizers: The optimizers.

@@ -144,8 +144,8 @@ def _problem(key: _Key, name: str, facts: Sequence[_Facts]) -> str | None:
     hashed = hash(key)
     lacking = [rank for rank in key.ranks if hashed not in facts[rank].keys]
     return (
-        f"{name}: expected a parameter of its mesh and placements on all of ranks {key.ranks[0]} "
-        f"to {key.ranks[-1]}, got none on ranks {lacking[:8]}"
+        f"{name}: expected a parameter of its mesh and placements on all {len(key.ranks)} ranks of "
+        f"its mesh, {key.ranks[0]} to {key.ranks[-1]}, got none on ranks {lacking[:8]}"
         if lacking
         else None
     )

@@ -54,7 +54,7 @@ def method_problems(method: object, weight_decay_method: str) -> list[str]:
 class SecondMoments:
     """Second moments by parameter, in the state of an optimizer.
 
-    adamuon has a tensor like the parameter. Other methods have values per block: a vector, or
+    adamuon keeps one value per element. Other methods have values per block: a vector, or
     ``(matrices, values)`` for a batch, equal on all ranks that exchange the parameter. It is a view
     of :class:`~megatron_muon.runtime.norms.Moments`, which owners update.
 

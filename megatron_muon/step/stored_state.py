@@ -93,7 +93,7 @@ class CopyBack:
         if self._stream is None:
             torch._foreach_copy_(kept, staged, non_blocking=True)
             return
-        # Here, as the step has reserved no memory for another stream.
+        # Converted on the current stream: memory was reserved for this stream only.
         sources = [new.to(old.dtype) for new, old in zip(staged, kept, strict=True)]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -115,10 +115,10 @@ class CopyBack:
 class MainParams:
     """Float32 copies of bfloat16 parameters, in the state of an optimizer.
 
-    A parameter is its copy rounded, until it is changed, as by loading weights. Versions of tensors
-    do not tell: ``dcp.load``, ``.data``, ``torch._foreach_mul_`` of DTensors and collectives leave
-    the version of a DTensor and that of its local tensor. So every step compares all elements, in a
-    few launches.
+    A parameter equals its rounded copy unless it was modified outside of a step, as by loading
+    weights. Version counters do not detect that: ``dcp.load``, ``.data``, ``torch._foreach_mul_``
+    of DTensors and collectives do not increment them, neither of a DTensor nor of its local tensor.
+    So every step compares all elements, in a few launches.
 
     Args:
         params: All parameters; float32 ones need no copy.

@@ -204,7 +204,7 @@ def test_group_whose_parameters_were_in_several_is_refused():
         "state": {name: {"momentum_buffer": torch.ones(4, 4)} for name in "ab"},
         "param_groups": [{"params": ["a", "b"]}],
     }
-    with pytest.raises(RuntimeError, match="group 0: expected parameters of one group"):
+    with pytest.raises(RuntimeError, match="group 0: expected settings of one group"):
         loaded.load_state_dict(nested)
     loaded.fresh_if_moved = True
     with pytest.warns(UserWarning, match="group 0"):
@@ -218,7 +218,7 @@ def test_groups_without_state_are_not_taken_from_another_model():
     (_, saved), (_, loaded) = _two("ab"), _two("ab", lr=0.5)
     state = saved.state_dict()
     state["param_groups"][0]["param_names"] = ["a", "c"]
-    with pytest.raises(RuntimeError, match="group 0: expected parameters of one group"):
+    with pytest.raises(RuntimeError, match="group 0: expected settings of one group"):
         loaded.load_state_dict(state)
 
 

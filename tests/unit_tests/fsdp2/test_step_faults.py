@@ -159,7 +159,7 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
         if error == "no error":
             assert _is_equal(_values(model, optimizer), expected), operations.names[number]
             continue
-        assert "step: expected the last one to have ended" in error
+        assert "step: expected weights and state that the previous step left complete" in error
         refused.append(number)
         # What to do, as it says.
         model.load_state_dict(weights)
@@ -311,7 +311,11 @@ def test_all_ranks_refuse_a_step_after_an_interrupted_one():
     for found in faults("end in the middle"):
         for is_failing, is_same, failed, refused, loaded in found:
             assert failed.startswith("no memory") == is_failing
-            assert "rank" in refused and "1: step: expected the last one to have ended" in refused
+            assert (
+                "rank" in refused
+                and "1: step: expected weights and state that the previous step left complete"
+                in refused
+            )
             assert is_same and loaded == "no error"
 
 

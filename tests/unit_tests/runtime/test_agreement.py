@@ -38,14 +38,16 @@ def _agree() -> dict[str, str]:
     def differs(entries: list[str]) -> str:
         return _error_of(lambda: raise_where_ranks_differ(entries, world, cpu, "lists", "Stop."))
 
-    suspects = torch.tensor(int(rank == 1), dtype=torch.int32, device=cpu)
+    found = torch.tensor(int(rank == 1), dtype=torch.int32, device=cpu)
     pair = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
     return {
         "sound": fails([]),
         "one": fails(["broken"] if rank == 1 else []),
         "shared": fails(["broken"] if rank else ["other"]),
         "many": fails([f"problem {number}" for number in range(25)]),
-        "suspect": fails([], suspects=suspects, explain=lambda: ["NaN"] if rank == 1 else []),
+        "suspect": fails(
+            [], num_device_problems=found, describe=lambda: ["NaN"] if rank == 1 else []
+        ),
         "group": _error_of(
             lambda: raise_where_any_rank_fails(["broken"] if rank == 2 else [], pair, cpu, "Stop.")
         ),

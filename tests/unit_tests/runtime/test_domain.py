@@ -79,7 +79,10 @@ def test_domain_is_shards_and_replicas_of_consistent_groups():
         assert ranks == [0, 1, 2, 3]
         assert holders == [[0, 2], [1, 3]]
         assert replicas == [rank % 2, rank % 2 + 2]
-        assert "expected a parameter of its mesh and placements on all of ranks 2 to 3" in error
+        assert (
+            "expected a parameter of its mesh and placements on all 2 ranks of its mesh, 2 to 3"
+            in error
+        )
         assert "No optimizer was built." in error
 
 
