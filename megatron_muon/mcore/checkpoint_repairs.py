@@ -25,6 +25,7 @@ from megatron_muon.mcore.fsdp_model import (
 )
 from megatron_muon.mcore.pipeline_repairs import check_within_stage
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, own_rows
+from megatron_muon.runtime.tensors import as_shard
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
@@ -134,10 +135,7 @@ class _MeshOfV2:
 
     def dtensor(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
         """Return the shard of a slice of the parameter, with unchanged placements."""
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self._mesh, self._placements, run_check=False, shape=shape, stride=stride
-        )
+        return as_shard(local, self._mesh, self._placements, shape)
 
 
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:

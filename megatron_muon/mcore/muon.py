@@ -18,7 +18,7 @@ from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.runtime.tensors import as_shard, local_tensor
 from megatron_muon.step.elementwise import scale_function
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
@@ -354,12 +354,6 @@ def _rows_like(param: Any, *, is_joined: bool) -> DTensor:
     for axis, placement in enumerate(placements):
         if placement.is_shard(1):
             num_cols *= param.device_mesh.size(axis)
-    # Without a check, a collective per parameter: the model's own DTensor has been checked.
-    return DTensor.from_local(
-        local_tensor(param).new_zeros(local_tensor(param).shape[0], 1),
-        param.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size((param.shape[0], num_cols)),
-        stride=(num_cols, 1),
-    )
+    local = local_tensor(param)
+    zeros = local.new_zeros(local.shape[0], 1)
+    return as_shard(zeros, param.device_mesh, placements, (param.shape[0], num_cols))

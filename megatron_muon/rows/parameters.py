@@ -22,6 +22,7 @@ from megatron_muon.rows.megatron_fsdp import (
     tensor_shard_shape,
 )
 from megatron_muon.runtime.agreement import own_rank
+from megatron_muon.runtime.tensors import as_shard
 
 type Placements = tuple[Placement, ...]
 type SplitSizes = int | tuple[int, ...] | None
@@ -149,12 +150,8 @@ def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Describe a local tensor as a DTensor without memory."""
-    whole = torch.empty(*shape, device="meta")
     # On "meta": torch would copy a CPU tensor to the device of the mesh.
-    local = local.detach().to("meta")
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return as_shard(local.detach().to("meta"), mesh, placements, shape)
 
 
 def tensor_shard_of(parameter: PlannedParameter) -> PlannedParameter:

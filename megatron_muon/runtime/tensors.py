@@ -7,7 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+
+def as_shard(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Return a local tensor as the shard of a contiguous tensor, without a collective to check."""
+    whole = torch.empty(*shape, device="meta")
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

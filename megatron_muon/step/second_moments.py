@@ -19,7 +19,7 @@ from megatron_muon.newton_schulz.settings import Namo, NorMuon, Scale, StackMeth
 from megatron_muon.rows.parameters import PlannedParameter, cutting_axes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.runtime.tensors import as_shard, local_tensor
 from megatron_muon.step.matrix_step import PORTION_ELEMENTS, MatrixStep, StepHooks, portions_of
 from megatron_muon.step.plan_inputs import PlanInputs
 
@@ -177,14 +177,7 @@ def _sharded(view: torch.Tensor, values: torch.Tensor, num_ranks: int) -> torch.
     rows = values.view(num_matrices // num_domains, -1)
     if num_domains == 1 or not isinstance(view, DTensor):
         return rows
-    return DTensor.from_local(
-        rows,
-        view.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size((num_matrices, rows.shape[1])),
-        stride=(rows.shape[1], 1),
-    )
+    return as_shard(rows, view.device_mesh, placements, (num_matrices, rows.shape[1]))
 
 
 class GradientNorms(StepHooks):
