@@ -17,7 +17,7 @@ Every peer has the same parameters, sharded by ``fully_shard``, and the same gra
     TP x FSDP   two tensor-parallel ranks of n / 2 shards, shapes of even
 
 First each peer steps alone, which counts collectives and bytes. If it raises, its row is the error;
-it must raise on all ranks, or the benchmark ends after two minutes. Then all others are timed in
+it must raise on all ranks, or the benchmark ends after five minutes. Then all others are timed in
 turn, one step each, so that other work on the machine disturbs all peers equally. Times are of the
 slowest rank, medians over the rounds.
 

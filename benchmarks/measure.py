@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 def start_ranks() -> torch.device:
     """Connect the ranks of torchrun, over NCCL on GPUs, otherwise over gloo."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(minutes=2)
+    timeout = datetime.timedelta(minutes=5)
     # Under scripts/cpu_ranks torch.cuda is available, and acts on the CPU.
     if torch.device("cuda").type == "cpu" or not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
