@@ -177,11 +177,20 @@ class _ReadsPastDispatcher(TorchFunctionMode):
 
 
 class Launches:
-    """Replace what a GPU would run by functions that count, and do nothing."""
+    """Replace what a GPU would run by functions that count, and do nothing; as a context."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> "Launches":
+        """Replace nothing yet."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Undo all replacements."""
+        for owner, name, original in reversed(self._replaced):
+            setattr(owner, name, original)
 
     def replace(self, owner: Any, name: str, result: Callable[..., Any]) -> None:
         """Replace a function by one that counts, and returns ``result`` of its arguments."""
@@ -194,47 +203,37 @@ class Launches:
 
         setattr(owner, name, counted)
 
-    def restore(self) -> None:
-        """Undo all replacements."""
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
+    def replace_arithmetic(self) -> None:
+        """Replace the functions that the step and AdamW call on lists and whole tensors."""
+        from megatron_muon.newton_schulz import BACKENDS
+        from megatron_muon.runtime import row_kernel
 
+        numbers: dict[tuple[int, Any], Any] = {}
 
-def replace_arithmetic(launches: Launches) -> None:
-    """Replace the functions of torch that the step and AdamW call on lists and whole tensors."""
-    from megatron_muon.newton_schulz import BACKENDS
+        def norms(tensors: Sequence[Any], *_: Any, dtype: Any = None, **__: Any) -> Any:
+            """Return as many numbers as tensors."""
+            key = len(tensors), dtype or tensors[0].dtype
+            if key not in numbers:
+                device = tensors[0].device
+                numbers[key] = tuple(torch.ones((), dtype=key[1], device=device) for _ in tensors)
+            return numbers[key]
 
-    numbers: dict[tuple[int, Any], Any] = {}
+        def same(first: Any, *_: Any, **kwargs: Any) -> Any:
+            """Return the result where it is given, otherwise what is as large."""
+            return kwargs.get("out", first)
 
-    def norms(tensors: Sequence[Any], *_: Any, dtype: Any = None, **__: Any) -> Any:
-        """Return as many numbers as tensors."""
-        key = len(tensors), dtype or tensors[0].dtype
-        if key not in numbers:
-            device = tensors[0].device
-            numbers[key] = tuple(torch.ones((), dtype=key[1], device=device) for _ in tensors)
-        return numbers[key]
+        for name in dir(torch):
+            if name.startswith("_foreach_") and callable(getattr(torch, name)):
+                self.replace(torch, name, norms if name == "_foreach_norm" else same)
+        for name in ("div", "mul"):
+            self.replace(torch, name, same)
+        for backend in BACKENDS.values():
+            self.replace(type(backend), "run", lambda self, stack, call: stack)
+        self.replace(row_kernel, "launch", lambda *_, **__: None)
 
-    def same(first: Any, *_: Any, **kwargs: Any) -> Any:
-        """Return the result where it is given, otherwise what is as large."""
-        return kwargs.get("out", first)
-
-    for name in dir(torch):
-        if name == "_foreach_norm":
-            launches.replace(torch, name, norms)
-        elif name.startswith("_foreach_") and callable(getattr(torch, name)):
-            launches.replace(torch, name, same)
-    for name in ("div", "mul"):
-        launches.replace(torch, name, same)
-    for backend in BACKENDS.values():
-        launches.replace(type(backend), "run", lambda self, stack, call: stack)
-    from megatron_muon.runtime import row_kernel
-
-    launches.replace(row_kernel, "launch", lambda *_, **__: None)
-
-
-def count_launches(launches: Launches, step: Callable[[], Any]) -> Counter[str]:
-    """Count a step: what is replaced, and what else reaches the dispatcher."""
-    launches.counts.clear()
-    with OperationCounter() as counter:
-        step()
-    return launches.counts + Counter({"other": counter.operations.total()})
+    def of(self, step: Callable[[], Any]) -> Counter[str]:
+        """Count a step: what is replaced, and what else reaches the dispatcher."""
+        self.counts.clear()
+        with OperationCounter() as counter:
+            step()
+        return self.counts + Counter({"other": counter.operations.total()})

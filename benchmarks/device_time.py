@@ -159,7 +159,7 @@ def measure(job: Job, choice: str, roof: Roof, device: torch.device) -> dict[str
     whole = statistics.median(times)
     return {
         "matrices": len(rows),
-        "numel": numel,
+        "elements_M": numel / 1e6,
         "standard_flops": flops,
         "step_ms": whole,
         "products_ms": kinds["products"],
@@ -178,6 +178,18 @@ def tasks(runner: Any) -> Iterator[tuple[int, tuple[int, int], int]]:
             yield task.tensor.shape[0], task.args.whole_shape, len(task.owners)
 
 
+COLUMNS = {
+    "matrices": "d",
+    "elements_M": ".0f",
+    "step_ms": ".1f",
+    "products_ms": ".1f",
+    "rows_ms": ".1f",
+    "others_ms": ".1f",
+    "bound_ms": ".1f",
+    "over_bound": ".2f",
+}
+
+
 def main() -> int:
     """Measure, print a table, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -187,25 +199,16 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     roof = measured_roof(device)
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {roof.tflops:.0f} TFLOP/s, "
-        f"{roof.gbps:.0f} GB/s"
-    )
-    print(
-        "| job | Newton-Schulz | matrices | elements, M | step, ms | products | rows | others "
-        "| bound, ms | ratio |"
-    )
-    print("| --- | --- | " + " | ".join(["---:"] * 8) + " |")
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}: {roof.tflops:.0f} TFLOP/s, {roof.gbps:.0f} GB/s")
+    print(f"| job | Newton-Schulz | {' | '.join(COLUMNS)} |")
+    print(f"| --- | --- |{' ---: |' * len(COLUMNS)}")
     found = {}
-    for name in options.jobs:
+    for job in options.jobs:
         for choice in options.newton_schulz:
-            row = found[f"{name} {choice}"] = measure(JOBS[name], choice, roof, device)
-            print(
-                f"| {name} | {choice} | {row['matrices']} | {row['numel'] / 1e6:.0f} "
-                f"| {row['step_ms']:.1f} | {row['products_ms']:.1f} | {row['rows_ms']:.1f} "
-                f"| {row['others_ms']:.1f} | {row['bound_ms']:.1f} | {row['over_bound']:.2f} |",
-                flush=True,
-            )
+            row = found[f"{job} {choice}"] = measure(JOBS[job], choice, roof, device)
+            cells = " | ".join(format(row[column], digits) for column, digits in COLUMNS.items())
+            print(f"| {job} | {choice} | {cells} |", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps({"roof": roof._asdict(), "jobs": found}, indent=1))
     return 0

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the host in an optimizer step of large jobs, without their GPUs.
 
-    .venv/bin/python benchmarks/host_time.py
+    .venv/bin/python scripts/cpu_ranks benchmarks/host_time.py
 
-One process is one rank of the job. Its process groups are torch's "fake" ones, which send nothing.
-Two parts of a step have times of their own:
+The process is one rank of each job in turn. Its process groups are torch's "fake" ones, which send
+nothing. Two parts of a step have times of their own:
 
 - **the engine**, with the plan of the real model: rows have the real shapes, and memory that is
   never touched. The code goes the way of a GPU. The rank is the one that holds the most matrices;
@@ -27,15 +27,13 @@ The time is the processor time of the thread, the minimum of several steps.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from counting import Launches, count_launches, replace_arithmetic
+from counting import Launches
 from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
 from large_jobs import COLLECTIVES, JOBS, Completed, Job, busiest_rank, one_rank_of
 
@@ -59,10 +57,11 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
     return 1e6 * min(times)
 
 
-def move_rows_as_on_a_gpu() -> None:
-    """Let the kernel move rows, and one call orthogonalize a stack."""
+def go_the_way_of_a_gpu() -> None:
+    """Let the kernel move rows, one call compute norms, and one call orthogonalize a stack."""
     from megatron_muon.runtime import local_rows, row_moves
 
+    norms_as_on_a_gpu()
     row_moves.uses_kernel = lambda device: True
     # CPU ranks orthogonalize one matrix at once.
     local_rows.batch_size = len
@@ -73,24 +72,18 @@ def engine_figures(job: Job) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    norms_as_on_a_gpu()
-    move_rows_as_on_a_gpu()
-    with busiest_rank(job, torch.device("cpu")) as (engine, rows):
-        launches = Launches()
-        replace_arithmetic(launches)
+    with busiest_rank(job, torch.device("cpu")) as (engine, rows), Launches() as launches:
+        launches.replace_arithmetic()
         # Fake process groups copy messages to oneself, and so touch the memory.
         for name in COLLECTIVES:
             launches.replace(dist, name, lambda *_, **__: Completed())
-        try:
-            step = lambda: list(engine.orthogonalize(rows, rows))  # noqa: E731
-            step()
-            counts = count_launches(launches, step)
-            with torch._C.DisableTorchFunction():
-                time_us = least_us(step)
-                # Other dictionaries, as where gradients are in new memory in every step.
-                moved_us = least_us(lambda: list(engine.orthogonalize(dict(rows), dict(rows))))
-        finally:
-            launches.restore()
+        step = lambda: list(engine.orthogonalize(rows, rows))  # noqa: E731
+        step()
+        counts = launches.of(step)
+        with torch._C.DisableTorchFunction():
+            time_us = least_us(step)
+            # Other dictionaries, as where gradients are in new memory in every step.
+            moved_us = least_us(lambda: list(engine.orthogonalize(dict(rows), dict(rows))))
     products = counts.pop("run", 0)
     collectives = sum(counts.pop(name, 0) for name in COLLECTIVES)
     return {
@@ -107,6 +100,7 @@ def build_scaled_model(job: Job) -> Any:
     """Wrap a scaled-down GPT in Megatron-FSDP, as one of the ranks of the job."""
     from megatron.core import parallel_state, tensor_parallel
 
+    parallel_state.destroy_model_parallel()  # that of the job before
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=job.ep, create_gloo_process_groups=False
     )
@@ -195,7 +189,6 @@ def outer_figures(job: Job) -> dict[str, float]:
         adam = torch.optim.AdamW(copies, foreach=True)
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
-
         adam.step()
 
         def attach() -> None:
@@ -215,16 +208,13 @@ def outer_figures(job: Job) -> dict[str, float]:
         mcore_optimizer.ChainedOptimizer.get_grad_norm = lambda *_: norm
         mcore_optimizer.clip_grad_by_total_norm_fp32 = lambda *_, **__: None
         chained_optimizer.current_device = lambda: torch.device("cpu")
-        launches = Launches()
-        replace_arithmetic(launches)
-        try:
+        with Launches() as launches:
+            launches.replace_arithmetic()
             optimizer.step()
-            counts = count_launches(launches, optimizer.step)
+            counts = launches.of(optimizer.step)
             # Without the mode that makes CPU ranks, through which each call of torch passes.
             with torch._C.DisableTorchFunction():
                 own_us, adam_us = least_us(optimizer.step, attach), least_us(adam.step)
-        finally:
-            launches.restore()
         return {
             "parameters": len(params),
             "held": len(held),
@@ -236,49 +226,29 @@ def outer_figures(job: Job) -> dict[str, float]:
         }
 
 
-def measure(names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the figures of jobs, each part in a process of its own."""
-    root = Path(__file__).resolve().parents[1]
-    launcher = [sys.executable, str(root / "scripts" / "cpu_ranks"), str(Path(__file__).resolve())]
-    results: dict[str, dict[str, float]] = {name: {} for name in names}
-    for name in names:
-        for part in ("engine", "outer"):
-            done = subprocess.run(
-                [*launcher, "--part", part, "--jobs", name],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(root)},
-                check=True,
-            )
-            results[name] |= json.loads(done.stdout.splitlines()[-1])
-    return results
+COLUMNS = (
+    "job, parameters, own (us a parameter), matrices, engine (us a matrix), if rows move (us), "
+    "launches, stacks, own + engine (ms), AdamW (ms), finish_grad_sync (us a parameter), "
+    "install (us a parameter)"
+).split(", ")
 
 
-def table(results: dict[str, dict[str, float]]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    rows = []
-    for name, of in results.items():
-        whole = of["own_us"] + of["engine_us"]
-        row = {
-            "job": name,
-            "parameters / with rows": f"{of['parameters']} / {of['held']}",
-            "own, a parameter (us)": f"{of['own_us'] / of['parameters']:.1f}",
-            "matrices held": f"{of['matrices']}",
-            "engine, a matrix (us)": f"{of['engine_us'] / of['matrices']:.1f}",
-            "the same if rows move (us)": f"{of['moved_us'] / of['matrices']:.1f}",
-            "launches of ours": f"{of['own_launches'] + of['engine_launches']}",
-            "stacks": f"{of['stacks']}",
-            "own + engine (ms)": f"{whole / 1e3:.2f}",
-            "AdamW (ms)": f"{of['adamw_us'] / 1e3:.2f}",
-            "ratio": f"{whole / of['adamw_us']:.2f}",
-            "finish_grad_sync, a parameter": f"{of['finish_grad_sync_us'] / of['parameters']:.0f}",
-            "install, a parameter (us)": f"{of['install_us'] / of['parameters']:.0f}",
-        }
-        rows.append(row)
-    yield f"| {' | '.join(rows[0])} |"
-    yield f"| {' | '.join(['---'] * len(rows[0]))} |"
-    for row in rows:
-        yield f"| {' | '.join(row.values())} |"
+def row_of(name: str, of: dict[str, float]) -> list[str]:
+    """Return the cells of a job, by :data:`COLUMNS`."""
+    return [
+        name,
+        f"{of['parameters']}, {of['held']} with rows",
+        f"{of['own_us'] / of['parameters']:.1f}",
+        f"{of['matrices']}",
+        f"{of['engine_us'] / of['matrices']:.1f}",
+        f"{of['moved_us'] / of['matrices']:.1f}",
+        f"{of['own_launches'] + of['engine_launches']}",
+        f"{of['stacks']}",
+        f"{(of['own_us'] + of['engine_us']) / 1e3:.2f}",
+        f"{of['adamw_us'] / 1e3:.2f}",
+        f"{of['finish_grad_sync_us'] / of['parameters']:.0f}",
+        f"{of['install_us'] / of['parameters']:.0f}",
+    ]
 
 
 def main() -> int:
@@ -286,14 +256,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--part", choices=["engine", "outer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.part:
-        figures = {"engine": engine_figures, "outer": outer_figures}[options.part]
-        print(json.dumps(figures(JOBS[options.jobs[0]])))
-        return 0
-    results = measure(options.jobs)
-    print("\n".join(table(results)))
+    go_the_way_of_a_gpu()
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
+    results = {}
+    for name in options.jobs:
+        results[name] = engine_figures(JOBS[name]) | outer_figures(JOBS[name])
+        print(f"| {' | '.join(row_of(name, results[name]))} |", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

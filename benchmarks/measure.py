@@ -1,7 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a step: time of the slowest rank, Newton-Schulz time, bytes, memory."""
+"""Ranks of a benchmark, and measures of a step: time of the slowest rank, bytes, memory."""
 
+import argparse
+import datetime
+import os
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +20,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def synchronize() -> None:
-    """Wait for this rank's GPU, where it has one."""
-    if dist.get_backend() == "nccl":
-        torch.cuda.synchronize()
+def start_ranks() -> torch.device:
+    """Connect the ranks of torchrun, over NCCL on GPUs, otherwise over gloo."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(minutes=5)
+    # Under scripts/cpu_ranks torch.cuda is available, and acts on the CPU.
+    if torch.device("cuda").type == "cpu" or not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl", timeout=timeout)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def setup_of(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return options, machine and versions, for the head of a table."""
+    return {
+        "ranks": dist.get_world_size(),
+        **{name: getattr(options, name) for name in names},
+        "gpu": torch.cuda.get_device_name() if dist.get_backend() == "nccl" else "none",
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, of any type."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def slowest(value: float) -> float:
     """Return the largest of all ranks' values."""
-    values = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return max(values)
+    return max(of_all_ranks(value))
 
 
 class FunctionTimer:
@@ -146,8 +174,13 @@ def _status_bytes(key: str) -> int:
 def step_seconds(step: Callable[[], Any]) -> float:
     """Time one step that all ranks start together; of the slowest rank."""
     dist.barrier()
-    synchronize()
+    _synchronize()
     start = time.perf_counter()
     step()
-    synchronize()
+    _synchronize()
     return slowest(time.perf_counter() - start)
+
+
+def _synchronize() -> None:
+    if dist.get_backend() == "nccl":
+        torch.cuda.synchronize()

@@ -43,85 +43,59 @@ SHAPES = {
 }
 
 
+def stack_of(
+    shape: tuple[int, int], size: int, device: torch.device, is_bf16: bool
+) -> tuple[torch.Tensor, NewtonSchulzArgs]:
+    """Return a stack of normalized random matrices, and the arguments of a backend."""
+    settings = NewtonSchulzSettings(5, "quintic", is_bf16, lambda rows, cols: (1.0, 1.0))
+    # The norm of such a matrix is nearly the root of its elements.
+    stack = torch.randn(size, *shape, device=device) / (shape[0] * shape[1]) ** 0.5
+    args = NewtonSchulzArgs(settings, shape, is_normalized=is_bf16)
+    return (stack.bfloat16() if is_bf16 else stack), args
+
+
+def seconds_of(name: str, stack: torch.Tensor, args: NewtonSchulzArgs) -> float:
+    """Time one call of a backend."""
+    _wait(stack.device)
+    start = time.perf_counter()
+    BACKENDS[name].run(stack, args)
+    _wait(stack.device)
+    return time.perf_counter() - start
+
+
 def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[str, Any]:
     """Return seconds and ratios of each backend for a matrix of a shape."""
-    settings = NewtonSchulzSettings(
-        5, "quintic", device.type == "cuda", lambda rows, cols: (1.0, 1.0)
-    )
-    stack = torch.randn(1, *shape, device=device)
-    stack /= stack.norm()
-    stack = stack.bfloat16() if settings.is_bf16 else stack
-    args = NewtonSchulzArgs(settings, shape, is_normalized=settings.is_bf16)
-    names = _usable(settings, shape, device)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    stack, args = stack_of(shape, 1, device, device.type == "cuda")
+    seconds: dict[str, list[float]] = {name: [] for name in _usable(args, device)}
     # The first round chooses kernels, and compiles them.
-    for number in range(rounds + 1):
-        for name in names:
-            _wait(device)
-            start = time.perf_counter()
-            BACKENDS[name].run(stack, args)
-            _wait(device)
-            if number:
-                seconds[name].append(time.perf_counter() - start)
+    for _ in range(rounds + 1):
+        for name, times in seconds.items():
+            times.append(seconds_of(name, stack, args))
     cost = CostModel()
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    flops = {name: cost.work(*shape, 1, name).flops for name in names}
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    flops = {name: cost.work(*shape, 1, name).flops for name in seconds}
     return {
         "shape": list(shape),
         "standard_ms": medians["standard"] * 1e3,
         "standard_tflops": flops["standard"] / medians["standard"] / 1e12,
-        "over_standard": {name: medians[name] / medians["standard"] for name in names},
-        "operations_over_standard": {name: flops[name] / flops["standard"] for name in names},
+        "over_standard": {name: medians[name] / medians["standard"] for name in seconds},
+        "operations_over_standard": {name: flops[name] / flops["standard"] for name in seconds},
     }
 
 
-def stacked_tflops(
-    shape: tuple[int, int], sizes: Sequence[int], rounds: int, device: torch.device
-) -> list[float]:
-    """Return the TFLOP/s of the standard steps in stacks of several sizes."""
-    settings = NewtonSchulzSettings(
-        5, "quintic", device.type == "cuda", lambda rows, cols: (1.0, 1.0)
-    )
-    args = NewtonSchulzArgs(settings, shape, is_normalized=settings.is_bf16)
-    found = []
-    for size in sizes:
-        # The norm of such a matrix is nearly the root of its elements.
-        stack = torch.randn(size, *shape, device=device) / (shape[0] * shape[1]) ** 0.5
-        stack = stack.bfloat16() if settings.is_bf16 else stack
-        seconds = []
-        for _ in range(rounds + 1):
-            _wait(device)
-            start = time.perf_counter()
-            BACKENDS["standard"].run(stack, args)
-            _wait(device)
-            seconds.append(time.perf_counter() - start)
-        flops = size * CostModel().work(*shape, 1, "standard").flops
-        found.append(flops / statistics.median(seconds[1:]) / 1e12)
-    return found
-
-
-def _usable(
-    settings: NewtonSchulzSettings, shape: tuple[int, int], device: torch.device
-) -> list[str]:
-    return [
-        name
-        for name, backend in BACKENDS.items()
-        if backend.takes(*sorted(shape)) and not backend.problems(settings, device)
-    ]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def stacked_tflops(shape: tuple[int, int], size: int, rounds: int, device: torch.device) -> float:
+    """Return the TFLOP/s of the standard steps in a stack of some size."""
+    stack, args = stack_of(shape, size, device, device.type == "cuda")
+    seconds = [seconds_of("standard", stack, args) for _ in range(rounds + 1)]
+    flops = size * CostModel().work(*shape, 1, "standard").flops
+    return flops / statistics.median(seconds[1:]) / 1e12
 
 
 def memory(shape: tuple[int, int]) -> dict[str, float]:
     """Return the peak of each backend on a CPU over the bytes of a normalized matrix."""
-    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0, 1.0))
-    args = NewtonSchulzArgs(settings, shape, is_normalized=True)
-    stack = torch.randn(1, *shape).bfloat16() / (shape[0] * shape[1]) ** 0.5
+    stack, args = stack_of(shape, 1, torch.device("cpu"), is_bf16=True)
     found = {}
-    for name in _usable(settings, shape, stack.device):
+    for name in _usable(args, stack.device):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             BACKENDS[name].run(stack, args)
         events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -130,9 +104,22 @@ def memory(shape: tuple[int, int]) -> dict[str, float]:
             current += event.nbytes()
             peak = max(peak, current)
         # The Gram form works in fp32 here, in 2 bytes on a GPU; the standard steps in bf16.
-        num_bytes = stack.numel() * (4 if "gram" in name else 2)
-        found[name] = peak / num_bytes
+        found[name] = peak / (stack.numel() * (4 if "gram" in name else 2))
     return found
+
+
+def _usable(args: NewtonSchulzArgs, device: torch.device) -> list[str]:
+    sides = sorted(args.whole_shape)
+    return [
+        name
+        for name, backend in BACKENDS.items()
+        if backend.takes(*sides) and not backend.problems(args.settings, device)
+    ]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -183,9 +170,9 @@ def main() -> int:
         return 0
     if options.stacks:
         for shape in shapes:
-            rates = stacked_tflops(shape, options.stacks, options.rounds, device)
-            cells = (f"{n}: {r:.3g}" for n, r in zip(options.stacks, rates, strict=True))
-            print(f"{shape[0]} x {shape[1]}, TFLOP/s in stacks of {', '.join(cells)}", flush=True)
+            rates = {n: stacked_tflops(shape, n, options.rounds, device) for n in options.stacks}
+            cells = ", ".join(f"{size}: {rate:.3g}" for size, rate in rates.items())
+            print(f"{shape[0]} x {shape[1]}, TFLOP/s in stacks of {cells}", flush=True)
         return 0
     rows = [measure(shape, options.rounds, device) for shape in shapes]
     print(table(rows))

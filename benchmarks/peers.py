@@ -7,7 +7,7 @@ it keeps them: on row shards, except ``layer_wise``, which keeps whole parameter
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,14 +82,11 @@ class Peer:
         newton_schulz: Modules and names of the functions whose time is Newton-Schulz.
         has_whole_parameters: Whether every rank has whole parameters after the step; the others
             are gathered by Megatron-FSDP in the next forward pass.
-        note: A remark that a comparison needs.
     """
 
     step: Callable[[], Any]
     newton_schulz: Sequence[tuple[Any, str]] = ()
     has_whole_parameters: bool = False
-    note: str = ""
-    keep: Any = field(default=None, repr=False)
 
 
 def adam(model: Model, precision: str) -> Peer:
@@ -120,7 +117,7 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
         params, tensor_shards=parts, fp32_matmul_prec=precision, **MUON
     )
     muon_step = build_muon_step([muon], ExchangeSettings(**exchange))
-    return Peer(muon_step.step, [(backend, "run") for backend in BACKENDS.values()], keep=muon_step)
+    return Peer(muon_step.step, [(backend, "run") for backend in BACKENDS.values()])
 
 
 def all_gather(model: Model, precision: str) -> Peer:
@@ -144,12 +141,11 @@ def all_gather(model: Model, precision: str) -> Peer:
             result = optimizer.orthogonalize(optimizer.param_groups[0]["params"][0], whole)
             weights[index].add_(result[model.rows(index)], alpha=-MUON["lr"])
 
-    with_precision = torch.no_grad()(step)
-    return Peer(with_precision, [(muon_utils, "newton_schulz")], keep=optimizer)
+    return Peer(torch.no_grad()(step), [(muon_utils, "newton_schulz")])
 
 
 def layer_wise(model: Model, precision: str) -> Peer:
-    """Upstream's: whole parameters and gradients on every rank, whole matrices dealt out.
+    """Upstream's: whole parameters and gradients on every rank, whole matrices assigned.
 
     ``--optimizer muon --use-distributed-optimizer`` without Megatron-FSDP. The step ends with the
     all-gather of fp32 parameters, which Megatron-FSDP does in the forward pass.
@@ -174,13 +170,7 @@ def layer_wise(model: Model, precision: str) -> Peer:
         muon.step()
         optimizer.allgather_params()
 
-    return Peer(
-        step,
-        [(emerging_optimizers, "newton_schulz_tp")],
-        has_whole_parameters=True,
-        note="the step ends with the all-gather of parameters; gradients are whole on every rank",
-        keep=optimizer,
-    )
+    return Peer(step, [(emerging_optimizers, "newton_schulz_tp")], has_whole_parameters=True)
 
 
 PEERS: dict[str, Callable[[Model, str], Peer]] = {

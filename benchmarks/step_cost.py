@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count what one optimizer step launches on a GPU besides its matrix products, on CPU ranks.
 
-    .venv/bin/python benchmarks/step_cost.py
+    torchrun --nproc-per-node 2 scripts/cpu_ranks benchmarks/step_cost.py
 
 The model is a GPT of 8 layers of hidden 128 under Megatron-FSDP ``optim_grads_params``: 32
 matrices, of which query, key and value are split into three blocks. Muon has Nesterov, weight decay
@@ -22,9 +22,7 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ from gpt_under_fsdp import (
     norms_as_on_a_gpu,
 )
 
-CPU_RANKS = Path(__file__).resolve().parents[1] / "scripts" / "cpu_ranks"
 SEQ_LENGTH, VOCAB_SIZE, MICRO_BATCH_SIZE = 32, 64, 4
 LAYERS, HIDDEN, HEADS = 8, 128, 4
 
@@ -110,63 +107,31 @@ def count_step() -> dict[str, Any]:
     }
 
 
-HEADER = (
-    "operations a matrix | matrix products a matrix | collectives | bytes an element | host reads"
-)
-
-
-def row_of(counted: dict[str, Any]) -> str:
-    """Return the figures of :data:`HEADER`."""
+def table(counted: dict[str, Any]) -> str:
+    """Return the figures of one number of ranks."""
     matrices, elements = counted["matrices"], counted["elements"]
     total = {name: sum(v.values()) for name, v in counted.items() if isinstance(v, dict)}
     return (
-        f"{total['operations'] / matrices:.1f} | {total['matrix_products'] / matrices:.1f} | "
-        f"{total['collectives']} | {total['num_bytes'] / elements:.0f} | {total['host_reads']}"
+        "| ranks | operations a matrix | matrix products a matrix | collectives "
+        "| bytes an element | host reads |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        f"| {counted['ranks']} | {total['operations'] / matrices:.1f} "
+        f"| {total['matrix_products'] / matrices:.1f} | {total['collectives']} "
+        f"| {total['num_bytes'] / elements:.0f} | {total['host_reads']} |"
     )
 
 
-def count_on(ranks: int) -> dict[str, Any]:
-    """Start ranks, and return what rank 0 counted.
-
-    Raises:
-        RuntimeError: A rank failed; with the end of what it printed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "counts.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), str(CPU_RANKS), __file__]
-        done = subprocess.run(
-            [*command, "--json", str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-4000:]}"
-            )
-        (counted,) = json.loads(path.read_text())
-        return counted
-
-
 def main() -> int:
-    """Count on each number of ranks, print a table and write JSON where asked."""
+    """Count, print a table and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts by operation")
     options = parser.parse_args()
-    is_rank = "RANK" in os.environ
-    worlds = [count_step()] if is_rank else [count_on(ranks) for ranks in options.ranks]
-    if os.environ.get("RANK", "0") == "0":
-        print(f"| ranks | {HEADER} |\n| {'--- | ' * 6}".rstrip())
-        for counted in worlds:
-            print(f"| {counted['ranks']} | {row_of(counted)} |")
+    counted = count_step()
+    if torch.distributed.get_rank() == 0:
+        print(table(counted))
         if options.json is not None:
-            options.json.write_text(json.dumps(worlds, indent=1) + "\n")
-    if is_rank:
-        torch.distributed.barrier()
+            options.json.write_text(json.dumps(counted, indent=1) + "\n")
+    torch.distributed.barrier()
     return 0
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from gpt_flags import FSDP, MUON, SMALL_GPT
-from launched_run import TrainingLog, train
+from launched_run import TrainingLog, settled_median, train
 
 from megatron_muon.checkpoint.folders import find_checkpoint
 from megatron_muon.checkpoint.reading import read_checkpoint
@@ -40,8 +40,6 @@ RUNS = {
         f"--optimizer muon {MUON} --use-distributed-optimizer --ckpt-format torch_dist"
     ),
 }
-
-
 NUM_SAVES = 4
 
 
@@ -59,9 +57,8 @@ def measure_steps(options: argparse.Namespace, flags: str) -> dict[str, float]:
     """Train; return milliseconds of an iteration and its parts, and the last loss."""
     log = run(options, flags, options.iterations)
     return {
-        "iteration_ms": log.median_step_ms(),
-        "optimizer_ms": log.median_optimizer_ms(),
-        "inner_step_ms": log.median_inner_step_ms(),
+        "iteration_ms": settled_median(log.step_ms),
+        "optimizer_ms": settled_median(log.optimizer_ms),
         "last_loss": log.losses[options.iterations],
     }
 

@@ -20,9 +20,7 @@ _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
 _STEP_MS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"lm loss: (\S+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+).*?\| lm loss value: (\S+)")
-_TIMER = re.compile(
-    r"^ *(optimizer|optimizer-inner-step|save-checkpoint|load-checkpoint) \.*: (\S+)"
-)
+_TIMER = re.compile(r"^ *(optimizer|save-checkpoint|load-checkpoint) \.*: (\S+)")
 
 
 @dataclass
@@ -37,7 +35,6 @@ class TrainingLog:
     validation_losses: dict[int, float] = field(default_factory=dict)
     step_ms: dict[int, float] = field(default_factory=dict)
     optimizer_ms: dict[int, float] = field(default_factory=dict)
-    inner_step_ms: dict[int, float] = field(default_factory=dict)
     save_ms: dict[int, float] = field(default_factory=dict)
     load_ms: float = math.nan
     iteration: int = 0
@@ -58,7 +55,7 @@ class TrainingLog:
                 self.load_ms = float(match[2])
             else:
                 timers = {"optimizer": self.optimizer_ms, "save-checkpoint": self.save_ms}
-                timers.get(match[1], self.inner_step_ms)[self.iteration] = float(match[2])
+                timers[match[1]][self.iteration] = float(match[2])
         return False
 
     def mean_loss(self, iteration: int) -> float:
@@ -66,21 +63,10 @@ class TrainingLog:
         last = range(max(1, iteration - 9), iteration + 1)
         return statistics.fmean(self.losses.get(i, math.nan) for i in last)
 
-    def median_step_ms(self) -> float:
-        """Return the median time of an iteration; the first few, which allocate, do not count."""
-        return _median(self.step_ms)
 
-    def median_optimizer_ms(self) -> float:
-        """Return the median time of the optimizer's part of an iteration, slowest rank."""
-        return _median(self.optimizer_ms)
-
-    def median_inner_step_ms(self) -> float:
-        """Return the median time of the inner optimizers' steps, slowest rank."""
-        return _median(self.inner_step_ms)
-
-
-def _median(by_iteration: dict[int, float], num_skipped: int = 5) -> float:
-    settled = [value for i, value in by_iteration.items() if i > num_skipped]
+def settled_median(by_iteration: Mapping[int, float]) -> float:
+    """Return the median over iterations; the first five, which allocate, do not count."""
+    settled = [value for i, value in by_iteration.items() if i > 5]
     return statistics.median(settled or by_iteration.values()) if by_iteration else math.nan
 
 

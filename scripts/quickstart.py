@@ -13,13 +13,13 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import byte_dataset
-from gpt_flags import DECODER, MUON, PLAIN_TORCH, REGULARIZATION
-from launched_run import TrainingLog, train
+from gpt_flags import DECODER, FSDP, MUON, PLAIN_TORCH, REGULARIZATION
+from launched_run import TrainingLog, settled_median, train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # From a sweep over one grid for both, docs/quickstart.md.
@@ -44,13 +44,8 @@ LOG = (
     "--log-interval 1 --logging-level 20 --timing-log-level 1 --timing-log-option max"
     " --no-check-for-nan-in-loss-and-grad"
 )
-SHARDED = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --distributed-backend gloo"
-OVERLAP = {
-    "no_shard": "",
-    "optim": "--overlap-grad-reduce",
-    "optim_grads": "--overlap-grad-reduce",
-    "optim_grads_params": "--overlap-grad-reduce --overlap-param-gather",
-}
+# ZeRO-3.
+SHARDED = f"{FSDP} --data-parallel-sharding-strategy optim_grads_params --distributed-backend gloo"
 # GPUs are hidden, as the ranks compute on the CPU.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -71,23 +66,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--learning-rates", type=float, nargs="+", help="in the order of --optimizers")
     add("--newton-schulz", default="standard", help="see docs/newton_schulz.md (standard)")
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
-    add(
-        "--sharding",
-        default="optim_grads_params",
-        choices=list(OVERLAP),
-        help="what Megatron-FSDP shards, ZeRO-0 to ZeRO-3 (default: optim_grads_params)",
-    )
     options = parser.parse_args(arguments)
-    options.learning_rates = options.learning_rates or [
-        LEARNING_RATES[x] for x in options.optimizers
-    ]
-    if len(options.learning_rates) != len(options.optimizers):
+    rates = options.learning_rates or [LEARNING_RATES[name] for name in options.optimizers]
+    if len(rates) != len(set(options.optimizers)):
         parser.error(
-            f"--learning-rates: expected {len(options.optimizers)} values, one an optimizer, "
-            f"got {len(options.learning_rates)}"
+            f"--learning-rates: expected one for each optimizer, got {rates} for "
+            f"{options.optimizers}"
         )
-    if len(set(options.optimizers)) != len(options.optimizers):
-        parser.error(f"--optimizers: expected each once, got {options.optimizers}")
+    options.learning_rates = rates
     if options.ranks < 1 or GLOBAL_BATCH_SIZE % options.ranks:
         parser.error(f"--ranks: expected a divisor of {GLOBAL_BATCH_SIZE}, got {options.ranks}")
     options.output = options.output.resolve()
@@ -111,7 +97,6 @@ def megatron_flags(
         f"--train-iters {options.iterations} --seed 1234"
         f" --micro-batch-size {GLOBAL_BATCH_SIZE // options.ranks}"
         f" --eval-interval {max(1, options.iterations // 4)}"
-        f" --data-parallel-sharding-strategy {options.sharding} {OVERLAP[options.sharding]}"
     )
     flags = f"{MODEL} {PLAIN_TORCH} {SCHEDULE} {DATA} {LOG} {SHARDED} {run}".split()
     own = f"--lr {learning_rate} --min-lr {learning_rate / 10} --optimizer {optimizer}"
@@ -134,8 +119,9 @@ def run(
         """Print an iteration."""
         i = log.iteration
         if i == total or i % interval == 0:
-            left = f"{log.median_step_ms():5.0f} ms/step"
-            print(f"  {optimizer}  {i:3d}/{total}  loss {log.losses[i]:.4f}  {left}", flush=True)
+            ms = settled_median(log.step_ms)
+            loss = f"loss {log.losses[i]:.4f}"
+            print(f"  {optimizer}  {i:3d}/{total}  {loss}  {ms:5.0f} ms/step", flush=True)
 
     return train(
         options.ranks,
@@ -151,20 +137,18 @@ def comparison_table(logs: dict[str, TrainingLog], rates: list[float], iteration
     rows = [["", *logs], ["---", *("---:" for _ in logs)]]
     rows.append(["learning rate", *(f"{rate:g}" for rate in rates)])
 
-    def add(label: str, values: Iterable[float], digits: int) -> None:
+    def add(label: str, digits: int, value: Callable[[TrainingLog], float]) -> None:
         """Add a row; a loss that diverged is not finite."""
+        values = map(value, logs.values())
         cells = (f"{x:.{digits}f}" if math.isfinite(x) else "diverged" for x in values)
         rows.append([label, *cells])
 
     for mark in sorted({iterations * part // 6 for part in range(1, 7)} - {0}):
-        losses = (log.mean_loss(mark) for log in logs.values())
-        add(f"training loss at {mark} (mean of 10)", losses, 4)
+        add(f"training loss at {mark} (mean of 10)", 4, lambda log, mark=mark: log.mean_loss(mark))
     # Every run ends with a validation.
-    losses = (list(log.validation_losses.values())[-1] for log in logs.values())
-    add("validation loss, final", losses, 4)
-    add("ms per step (median)", (log.median_step_ms() for log in logs.values()), 1)
-    optimizer_ms = (log.median_optimizer_ms() for log in logs.values())
-    add("optimizer ms per step (median)", optimizer_ms, 1)
+    add("validation loss, final", 4, lambda log: list(log.validation_losses.values())[-1])
+    add("ms per step (median)", 1, lambda log: settled_median(log.step_ms))
+    add("optimizer ms per step (median)", 1, lambda log: settled_median(log.optimizer_ms))
     return "\n".join(
         f"| {row[0]:<32} | " + " | ".join(f"{x:>8}" for x in row[1:]) + " |" for row in rows
     )

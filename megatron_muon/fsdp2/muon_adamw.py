@@ -293,6 +293,10 @@ class MuonAdamW(torch.optim.Optimizer):
         if problems:
             raise RuntimeError("\n".join(problems))
         super().load_state_dict(new_state)
+        # torch keeps an entry for every parameter: state_dict() then looks for parameters that
+        # accelerate replaces after it has loaded this state.
+        for param in [param for param, values in self.state.items() if not values]:
+            del self.state[param]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles, until the exchange is planned."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What Muon gets of 40 architectures of transformers: the table in docs/architectures.md.
+"""What Muon gets of 46 architectures of transformers: the table in docs/architectures.md.
 
     python scripts/maintainer/architectures.py              # from the record in tests/
     python scripts/maintainer/architectures.py --record     # from transformers, on meta devices

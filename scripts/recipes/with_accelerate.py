@@ -11,25 +11,10 @@ GPU Accelerator does not choose FSDP by itself: ``shard_on_cpu`` sets it.
 
 from pathlib import Path
 
+import _model
 import torch
-from _model import (
-    SAVED_AT,
-    STEPS,
-    Decoder,
-    batch_of,
-    check_is_sharded,
-    mean_over_ranks,
-    parser_of,
-    report,
-    version_of,
-)
-
-VERSION = version_of("accelerate")
-
-from _accelerate_cpu import shard_on_cpu  # noqa: E402
-from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
-
-from megatron_muon.fsdp2 import MuonAdamW  # noqa: E402
+from _accelerate_cpu import shard_on_cpu
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 
 def accelerator_of() -> Accelerator:
@@ -45,34 +30,27 @@ def accelerator_of() -> Accelerator:
     return accelerator
 
 
-def optimizer_of(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that is not sharded yet."""
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return MuonAdamW.from_model(model, lr=1e-2)
-
-
 def train(
     accelerator: Accelerator, name: str, folder: Path, first: int = 0, seed: int = 0
 ) -> list[float]:
     """Train from a step on, and return the losses; load before it, or save after ``SAVED_AT``."""
-    model = Decoder(seed)
-    optimizer = optimizer_of(model, name)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20))
+    model = _model.Decoder(seed)
+    optimizer = _model.optimizer_of(model, name)
+    scheduler = _model.scheduler_of(optimizer)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    check_is_sharded(model)
+    _model.check_is_sharded(model)
     if first:
         accelerator.load_state(str(folder))
     losses = []
-    for step in range(first, STEPS):
-        loss = model(batch_of(step, accelerator.device))
+    for step in range(first, _model.STEPS):
+        loss = model(_model.batch_of(step, accelerator.device))
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss))
-        if step + 1 == SAVED_AT and not first:
+        losses.append(_model.mean_over_ranks(loss))
+        if step + 1 == _model.SAVED_AT and not first:
             accelerator.save_state(str(folder))
     accelerator.free_memory()
     return losses
@@ -80,11 +58,11 @@ def train(
 
 def main() -> None:
     """Train, and train the last steps again from the checkpoint."""
-    options = parser_of(__doc__).parse_args()
+    options = _model.parser_of(__doc__).parse_args()
     accelerator = accelerator_of()
     losses = train(accelerator, options.optimizer, options.folder)
-    resumed = train(accelerator, options.optimizer, options.folder, first=SAVED_AT, seed=1)
-    report(f"accelerate {VERSION}, {options.optimizer}", losses, resumed)
+    resumed = train(accelerator, options.optimizer, options.folder, first=_model.SAVED_AT, seed=1)
+    _model.report("accelerate", options.optimizer, losses, resumed)
     accelerator.end_training()
 
 

@@ -13,28 +13,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import _model
 import torch
-from _model import (
-    BATCH,
-    SAVED_AT,
-    STEPS,
-    Decoder,
-    check_is_sharded,
-    mean_over_ranks,
-    parser_of,
-    report,
-    sample,
-    version_of,
-)
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
-
-VERSION = version_of("lightning")
-
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
-
-from megatron_muon.fsdp2 import MuonAdamW  # noqa: E402
 
 
 class Module(LightningModule):
@@ -42,7 +26,7 @@ class Module(LightningModule):
 
     def __init__(self, name: str, seed: int) -> None:
         super().__init__()
-        self.model = Decoder(seed)
+        self.model = _model.Decoder(seed)
         self.name = name
         self.losses: list[float] = []
 
@@ -55,13 +39,9 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return the optimizer of the sharded parameters, and a scheduler of it."""
-        check_is_sharded(self)
-        optimizer: torch.optim.Optimizer
-        if self.name == "adamw":
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        else:
-            optimizer = MuonAdamW.from_model(self, lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20))
+        _model.check_is_sharded(self)
+        optimizer = _model.optimizer_of(self, self.name)
+        scheduler = _model.scheduler_of(optimizer)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
@@ -70,20 +50,20 @@ class Module(LightningModule):
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch."""
         loss = self.model(batch)
-        self.losses.append(mean_over_ranks(loss))
+        self.losses.append(_model.mean_over_ranks(loss))
         return loss
 
 
 def train(options: Any, seed: int = 0, checkpoint: Path | None = None) -> list[float]:
     """Train for two epochs, and save after each; or go on from the first one."""
-    samples = [sample(index) for index in range(BATCH * SAVED_AT)]
+    samples = [_model.sample(index) for index in range(_model.BATCH * _model.SAVED_AT)]
     # Lightning adds a sampler by rank, and does not skip batches within an epoch.
-    loader = torch.utils.data.DataLoader(samples, batch_size=BATCH // 2, shuffle=False)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(samples, batch_size=_model.BATCH // 2, shuffle=False)  # type: ignore[arg-type]
     trainer = Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        max_epochs=STEPS // SAVED_AT,
+        max_epochs=_model.STEPS // _model.SAVED_AT,
         gradient_clip_val=1.0,
         callbacks=[ModelCheckpoint(options.folder, filename="{epoch}", save_top_k=-1)],
         logger=False,
@@ -98,10 +78,10 @@ def train(options: Any, seed: int = 0, checkpoint: Path | None = None) -> list[f
 def main() -> None:
     """Train, and train the last steps again from the checkpoint."""
     warnings.filterwarnings("ignore", message=".*num_workers.*")
-    options = parser_of(__doc__).parse_args()
+    options = _model.parser_of(__doc__).parse_args()
     losses = train(options)
     resumed = train(options, seed=1, checkpoint=options.folder / "epoch=0.ckpt")
-    report(f"lightning {VERSION}, {options.optimizer}", losses, resumed)
+    _model.report("lightning", options.optimizer, losses, resumed)
 
 
 if __name__ == "__main__":

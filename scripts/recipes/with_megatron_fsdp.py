@@ -17,28 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _model
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _model import (
-    DEVICE,
-    SAVED_AT,
-    STEPS,
-    Decoder,
-    Layer,
-    batch_of,
-    check_is_sharded,
-    mean_over_ranks,
-    parser_of,
-    report,
-    version_of,
-)
+from _model import DEVICE
 from torch.distributed.device_mesh import init_device_mesh
 
-VERSION = version_of("megatron-fsdp")
-
 if DEVICE == "cpu":
-    version_of("megatron-core")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import cpu_ranks
     from cpu_ranks import megatron_core
@@ -49,32 +35,25 @@ if DEVICE == "cpu":
         buffers.gradient_reduce_preprocessing
     )
 
-from megatron_fsdp import (  # noqa: E402
+from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard_model,
     fully_shard_optimizer,
 )
-
-from megatron_muon.fsdp2 import MuonAdamW  # noqa: E402
 
 
 def build(name: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a sharded model and its optimizer."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp"))
     model = fully_shard_model(
-        Decoder(seed).to(DEVICE),
+        _model.Decoder(seed).to(DEVICE),
         device_mesh=mesh,
         dp_shard_dim="fsdp",
         tp_dim="tp",
-        fsdp_unit_modules=[Layer],
+        fsdp_unit_modules=[_model.Layer],
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
     )
-    optimizer: torch.optim.Optimizer
-    if name == "adamw":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    else:
-        optimizer = MuonAdamW.from_model(model, lr=0.0)
-    optimizer = fully_shard_optimizer(optimizer)
+    optimizer = fully_shard_optimizer(_model.optimizer_of(model, name, lr=0.0))
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     return model, optimizer
@@ -88,33 +67,33 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
     """Train from a step on, and return the losses; load before it, or save after ``SAVED_AT``."""
     model, optimizer = build(options.optimizer, seed)
-    check_is_sharded(model)
+    _model.check_is_sharded(model)
     if first:
         state = state_of(model, optimizer)
         dcp.load(state, checkpoint_id=options.folder)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     losses = []
-    for step in range(first, STEPS):
-        loss = model(batch_of(step, DEVICE))
+    for step in range(first, _model.STEPS):
+        loss = model(_model.batch_of(step, DEVICE))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss))
-        if step + 1 == SAVED_AT and not first:
+        losses.append(_model.mean_over_ranks(loss))
+        if step + 1 == _model.SAVED_AT and not first:
             dcp.save(state_of(model, optimizer), checkpoint_id=options.folder)
     return losses
 
 
 def main() -> None:
     """Train, and train the last steps again from the checkpoint."""
-    options = parser_of(__doc__).parse_args()
+    options = _model.parser_of(__doc__).parse_args()
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     losses = train(options)
-    resumed = train(options, first=SAVED_AT, seed=1)
-    report(f"megatron-fsdp {VERSION}, {options.optimizer}", losses, resumed)
+    resumed = train(options, first=_model.SAVED_AT, seed=1)
+    _model.report("megatron-fsdp", options.optimizer, losses, resumed)
     dist.destroy_process_group()
     if DEVICE == "cpu":
         cpu_ranks.end_process(0)

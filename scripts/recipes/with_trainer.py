@@ -13,28 +13,14 @@ are used as they are. Ranks without a GPU need ``CpuTrainer``: accelerate choose
 
 from typing import Any
 
+import _model
 import torch
-from _model import (
-    BATCH,
-    LENGTH,
-    SAVED_AT,
-    STEPS,
-    VOCAB,
-    WIDTH,
-    check_is_sharded,
-    parser_of,
-    report,
-    sample,
-    version_of,
-)
+from _accelerate_cpu import shard_on_cpu
+from _model import BATCH, LENGTH, SAVED_AT, STEPS, VOCAB, WIDTH
+from accelerate import FullyShardedDataParallelPlugin
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-VERSION = version_of("transformers")
-
-from _accelerate_cpu import shard_on_cpu  # noqa: E402
-from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
-
-from megatron_muon.fsdp2 import MuonAdamW, parameter_groups  # noqa: E402
+from megatron_muon.fsdp2 import MuonAdamW, parameter_groups
 
 
 class CpuTrainer(Trainer):
@@ -55,7 +41,7 @@ class Samples(torch.utils.data.Dataset):
         return BATCH * STEPS
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": sample(index), "labels": sample(index)}
+        return {"input_ids": _model.sample(index), "labels": _model.sample(index)}
 
 
 def muon_factory() -> Any:
@@ -112,13 +98,13 @@ def train(options: Any, seed: int = 0, resume: bool = False) -> list[float]:
     trainer.train(
         resume_from_checkpoint=f"{options.folder}/checkpoint-{SAVED_AT}" if resume else None
     )
-    check_is_sharded(trainer.model)
+    _model.check_is_sharded(trainer.model)
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
 
 def main() -> None:
     """Train, and train the last steps again from the checkpoint."""
-    parser = parser_of(__doc__)
+    parser = _model.parser_of(__doc__)
     parser.add_argument("--form", choices=("factory", "class"), default="factory")
     parser.add_argument(
         "--state-dict-type", default="SHARDED_STATE_DICT", help="or FULL_STATE_DICT"
@@ -126,7 +112,7 @@ def main() -> None:
     options = parser.parse_args()
     losses = train(options)
     resumed = train(options, seed=1, resume=True)[SAVED_AT:]
-    report(f"transformers {VERSION}, {options.optimizer}", losses, resumed)
+    _model.report("transformers", options.optimizer, losses, resumed)
 
 
 if __name__ == "__main__":
