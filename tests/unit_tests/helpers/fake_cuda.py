@@ -253,9 +253,8 @@ def fake_cuda() -> Iterator[Recorder]:
     recorder = Recorder()
     stream = _Stream(recorder)
 
+    # They make tensors, of which some are pinned.
     def pinned(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that makes tensors, and remembers which of them are pinned."""
-
         def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
             made = function(*args, **kwargs)
             return recorder.pin(made) if pin_memory else made

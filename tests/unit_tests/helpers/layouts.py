@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from megatron_muon.plan import CommDtypes, ExchangePlan
+from megatron_muon.plan import CommDtypes, ExchangePlan, Route
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
@@ -101,10 +101,16 @@ def rows_cut_at(num_rows: int, num_cols: int, rows: list[int]) -> RowLayout:
     return RowLayout(num_rows, num_cols, tuple(zip([0, *stops], stops, strict=False)))
 
 
-def one_matrix(rows: Sequence[int], num_cols: int = 64, name: str = "weight") -> MatrixLayout:
+def one_matrix(
+    rows: Sequence[int],
+    num_cols: int = 64,
+    name: str = "weight",
+    split_shapes: Sequence[int] | None = None,
+) -> MatrixLayout:
     """Return a matrix of which rank i holds ``rows[i]`` rows."""
     layout = rows_cut_at(sum(rows), num_cols, list(rows))
-    return whole_matrix(name, layout, [[(rank,) for rank in range(len(rows))]])
+    ranks = [[(rank,) for rank in range(len(rows))]]
+    return whole_matrix(name, layout, ranks, split_shapes=split_shapes)
 
 
 def plan_of(
@@ -131,6 +137,15 @@ def plans(draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3) -> Exch
         max_owners=draw(st.sampled_from([1, 8])),
         num_buckets=draw(st.sampled_from([None, 1, 3])),
     )
+
+
+def elements_of(route: Route) -> list[tuple[int, int, int, int]]:
+    """Name the elements of a route, in the order in which they travel."""
+    return [
+        (route.matrix, route.block, route.local_row + row, route.local_col + col)
+        for row in range(route.num_rows)
+        for col in range(route.num_cols)
+    ]
 
 
 @st.composite

@@ -5,30 +5,29 @@
 import itertools
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 from emerging_optimizers import triton_kernels
 from emerging_optimizers.utils import fp32_matmul_precision
-from helpers.exact import exact as reference
-from helpers.exact import relative_error, rounded_products
+from helpers.exact import exact, relative_error, rounded_products
 from helpers.ranks import run_ranks
+from helpers.sharded_muon import each_of
 from helpers.stacks import orthogonalized, settings
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from megatron_muon.newton_schulz import BACKENDS, CHOICES, gram
+from megatron_muon.newton_schulz import BACKENDS, CHOICES, gram, kernels
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.gram import Gram, segments_of
 from megatron_muon.newton_schulz.kernels import GramSymmetric, Symmetric
 from megatron_muon.plan.cost import CostModel
 
 CPU = torch.device("cpu")
-SHAPES = [(24, 96), (96, 24), (32, 32), (40, 67)]
 TYPES = ["quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"]
 
 
@@ -70,56 +69,42 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     return x / x.norm(dim=(-2, -1), keepdim=True)
 
 
-def exact(x: torch.Tensor, steps: int = 5, coefficient_type: str = "quintic") -> torch.Tensor:
-    """Apply the polynomial to the singular values, in float64."""
-    return reference(x, steps, coefficient_type)[0]
-
-
-@pytest.mark.parametrize("coefficient_type", TYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "coefficient_type"),
+    [
+        *itertools.product([(24, 96), (96, 24), (32, 32), (40, 67)], TYPES),
+        # The one singular value is 1.
+        *itertools.product([(1, 16), (16, 1), (1, 1)], ["quintic"]),
+    ],
+)
 def test_gram_form_is_the_polynomial(shape, coefficient_type):
     """In fp32 to 1e-3 of the norm; the standard form has 1e-5. Gram matrices square errors."""
-    steps = 10 if coefficient_type == "deepseekv4" else 4 if coefficient_type == "aol" else 5
+    steps = {"deepseekv4": 10, "aol": 4}.get(coefficient_type, 5)
     stack = normalized(torch.randn(3, *shape))
     of = settings(steps, coefficient_type, is_bf16=False)
     found = orthogonalized(stack, "gram", of=of)
     assert found.dtype == torch.float32
-    assert relative_error(found, exact(stack, steps, coefficient_type)) < 1e-3
-
-
-@pytest.mark.parametrize("shape", [(1, 16), (16, 1), (1, 1)])
-def test_one_row_or_column_is_a_matrix_too(shape):
-    """Its one singular value is 1, and stays where the polynomial takes it."""
-    stack = normalized(torch.randn(2, *shape))
-    found = orthogonalized(stack, "gram", of=settings(is_bf16=False))
-    assert relative_error(found, exact(stack)) < 1e-5
+    expected = exact(stack, steps, coefficient_type)
+    assert relative_error(found, expected) < (1e-5 if 1 in shape else 1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
-    """The Gram form in fp32 and rounded once is closer than any bf16 steps."""
-    stack = normalized(torch.randn(4, 48, 192)).bfloat16()
-    found = orthogonalized(stack, backend)
+    """The Gram form in fp32 and rounded once is closer than any bf16 steps.
+
+    Of fp32 messages, which the backend normalizes, results are bf16-valued fp32, as upstream's.
+    """
+    stack = torch.randn(4, 48, 192)
+    found = orthogonalized(normalized(stack).bfloat16(), backend)
     assert found.dtype == torch.bfloat16
-    expected = exact(stack)
     # bf16 has 8 bits, five steps add up to about three units; one rounding is a half of one.
-    assert relative_error(found, expected) < (2.0**-8 if "gram" in backend else 3 * 2.0**-8)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fp32_messages_is_normalized_by_the_backend(backend):
-    """Results are bf16-valued fp32, as upstream's function returns them."""
-    stack = torch.randn(2, 24, 40) * 1e3
-    found = orthogonalized(stack, backend, is_normalized=False)
-    if backend != "standard":  # rounds under matmul precision "medium", which is not set here
-        assert torch.equal(found, found.bfloat16().float())
+    bound = 2.0**-8 if "gram" in backend else 3 * 2.0**-8
+    assert relative_error(found, exact(normalized(stack).bfloat16())) < bound
+    found = orthogonalized(stack * 1e3, backend, is_normalized=False)
     assert found.dtype == torch.float32
     assert relative_error(found, exact(normalized(stack))) < 3 * 2.0**-8
-
-
-def _emulated_half(stack, of):
-    with rounded_products(torch.float16):
-        return orthogonalized(stack, "gram", of=of)
+    if backend != "standard":  # rounds under matmul precision "medium", which is not set here
+        assert torch.equal(found, found.bfloat16().float())
 
 
 @pytest.mark.parametrize("coefficient_type", ["quintic", "simple", "polar_express", "cans"])
@@ -131,14 +116,18 @@ def test_fp16_is_closer_than_bf16_and_needs_its_restarts(coefficient_type):
     stack = normalized((u * s) @ v.mT).bfloat16().unsqueeze(0)
     of = settings(5, coefficient_type)
     expected = exact(stack, 5, coefficient_type)
-    half = relative_error(_emulated_half(stack, of), expected)
+
+    def error_of_half() -> float:
+        with rounded_products(torch.float16):
+            return relative_error(orthogonalized(stack, "gram", of=of), expected)
+
+    half = error_of_half()
     assert half < 0.05
     assert half < relative_error(orthogonalized(stack, of=of), expected)
-    name = "megatron_muon.newton_schulz.gram.segments_of"
-    with mock.patch(name, lambda _, steps: segments_of("not in the table", steps)):
-        assert relative_error(_emulated_half(stack, of), expected) < 0.05
-    with mock.patch(name, lambda *_: (5,)):
-        assert not relative_error(_emulated_half(stack, of), expected) < 0.3
+    with mock.patch.object(gram, "segments_of", lambda _, n: segments_of("not in the table", n)):
+        assert error_of_half() < 0.05
+    with mock.patch.object(gram, "segments_of", lambda *_: (5,)):
+        assert not error_of_half() < 0.3
 
 
 @given(
@@ -152,8 +141,7 @@ def test_fp16_is_closer_than_bf16_and_needs_its_restarts(coefficient_type):
 @hypothesis_settings(max_examples=60)
 def test_sign_and_powers_of_two_change_nothing_else(n, m, power, backend, seed):
     """NS(-X) = -NS(X) and NS(2^k X) = NS(X), bit for bit: the norm takes both."""
-    generator = torch.Generator().manual_seed(seed)
-    stack = torch.randn(2, n, m, generator=generator)
+    stack = torch.randn(2, n, m, generator=torch.Generator().manual_seed(seed))
     of = settings(is_bf16=False)
     found = orthogonalized(stack, backend, of=of, is_normalized=False)
     for other, expected in ((-stack, -found), (stack * 2.0**power, found)):
@@ -181,52 +169,45 @@ def test_nan_zeros_slot_and_neighbours_stay_apart(backend):
     assert not orthogonalized(stack, backend)[1, :6].any(), "rows of zeros stay zero"
 
 
-def _run_parts(shape: tuple[int, int], is_normalized: bool, coefficients: str) -> list[list[Any]]:
-    """Split a matrix along its longer side; return differences to the whole one, and calls."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
+def _run_parts(shape: tuple[int, int], is_normalized: bool, coefficients: str) -> list[float]:
+    """Split a matrix along its longer side, and return differences to the whole one."""
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     dim = 0 if shape[0] > shape[1] else 1
     whole = torch.randn(1, *shape) * 3
     if is_normalized:
         whole = normalized(whole).bfloat16()
-    found = []
     of = settings(5, coefficients)
-    segments = segments_of(coefficients, 5)
+    options = {"is_normalized": is_normalized, "whole_shape": shape, "of": of}
+    found = []
     for backend in ("standard", "gram"):
-        options = {"is_normalized": is_normalized, "whole_shape": shape, "of": of}
         expected = orthogonalized(whole, backend, **options).chunk(size, dim + 1)[rank]
         part = whole.chunk(size, dim + 1)[rank].contiguous()
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduces:
             result = orthogonalized(part, backend, parts_group=dist.group.WORLD, **options)
         assert result.dtype == whole.dtype and result.shape == part.shape
-        work = BACKENDS[backend].work(*sorted(shape), segments, size)
+        work = BACKENDS[backend].work(*sorted(shape), segments_of(coefficients, 5), size)
         assert reduces.call_count == work.num_all_reduces + (not is_normalized)
-        found.append(relative_error(result, expected.double()))
+        found.append(relative_error(result, expected))
     return found
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("shape", "is_normalized", "coefficients"),
-    [
-        ((24, 96), True, "quintic"),
-        ((96, 24), True, "polar_express"),
-        ((96, 24), False, "quintic"),
-    ],
-)
-def test_parts_of_a_split_matrix_are_those_of_the_whole(shape, is_normalized, coefficients):
+def test_parts_of_a_split_matrix_are_those_of_the_whole():
     """Gram matrices add up in another order; a part of a tall matrix may itself be wide.
 
     The collectives are as many as the cost model counts.
     """
-    run = run_ranks(2, _run_parts, shape, is_normalized, coefficients).check()
-    for standard, gram_form in run.results:
-        assert gram_form < 2.0**-7
-        # Gram matrices are added in bf16, five times.
-        assert standard < 2.0**-5
+    cases = [
+        ((24, 96), True, "quintic"),
+        ((96, 24), True, "polar_express"),
+        ((96, 24), False, "quintic"),
+    ]
+    for of_rank in run_ranks(2, each_of, _run_parts, cases).check().results:
+        for standard, gram_form in of_rank:
+            assert gram_form < 2.0**-7
+            # Gram matrices are added in bf16, five times.
+            assert standard < 2.0**-5
 
 
 @pytest.mark.parametrize(
@@ -241,30 +222,56 @@ def test_operations_are_those_of_the_form(backend, expected):
     if backend == "gram":
         part = CostModel().work(256, 64, 4, backend)
         assert part.flops == work.flops - 3 / 4 * 8 * 256 * 64**2
-    for steps in range(1, 13):
-        assert sum(segments_of("quintic", steps)) == sum(segments_of("other", steps)) == steps
 
 
 @pytest.mark.parametrize("coefficient_type", ["quintic", "polar_express"])
 def test_products_are_as_many_as_counted(coefficient_type):
-    """The cost model asks no more of the Gram form than it does."""
-    calls = []
+    """The cost model asks no more of the Gram form than it does, in fp32 sums on any machine.
+
+    Under "medium", which a step sets, some CPUs multiply fp32 in bf16.
+    """
+    precisions = []
 
     def counted(function):
         def call(*args, **kwargs):
-            calls.append(function)
+            precisions.append(torch.get_float32_matmul_precision())
             return function(*args, **kwargs)
 
         return call
 
-    stack = normalized(torch.randn(1, 16, 32)).bfloat16()
     segments = segments_of(coefficient_type, 5)
     with (
         mock.patch.object(torch, "baddbmm", counted(torch.baddbmm)),
         mock.patch.object(torch.Tensor, "__matmul__", counted(torch.Tensor.__matmul__)),
+        fp32_matmul_precision("medium"),
     ):
+        stack = normalized(torch.randn(1, 16, 32)).bfloat16()
         orthogonalized(stack, "gram", of=settings(5, coefficient_type))
-    assert len(calls) == Gram().work(16, 32, segments).num_products
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert precisions == ["highest"] * Gram().work(16, 32, segments).num_products
+    for steps in range(1, 13):
+        assert sum(segments_of(coefficient_type, steps)) == steps
+        assert sum(segments_of("other", steps)) == steps
+
+
+def test_sums_of_the_gram_form_are_fp32_on_a_gpu():
+    """It may add in fp16."""
+    flags = torch.backends.cuda.matmul
+    names = ("accumulation", "reduced_precision_reduction", "reduced_precision_reduction_split_k")
+
+    def now():
+        return [getattr(flags, f"allow_fp16_{name}") for name in names]
+
+    before = now()
+    try:
+        flags.allow_fp16_reduced_precision_reduction = (True, True)
+        flags.allow_fp16_accumulation = True
+        with gram._fp32_sums(SimpleNamespace(device=torch.device("cuda"))):
+            assert now()[:2] == [False, False]
+        assert now() == [True, True, True]
+    finally:
+        flags.allow_fp16_reduced_precision_reduction = tuple(before[1:])
+        flags.allow_fp16_accumulation = before[0]
 
 
 def test_shape_and_cost_choose_the_backend():
@@ -300,25 +307,23 @@ def test_kernels_take_the_shapes_they_can_load(choice, shape, num_parts, expecte
 
 def test_what_a_machine_lacks_is_said():
     """By name, with what was expected and what came."""
+    gpu, of = torch.device("cuda", 0), settings()
     precision, no_gpu = Symmetric().problems(settings(is_bf16=False), CPU)
     assert precision.startswith("expected fp32_matmul_prec medium")
     assert no_gpu == "expected a GPU, got cpu ranks"
-    assert Gram().problems(settings(), CPU) == []
-    gpu = torch.device("cuda", 0)
+    assert Gram().problems(of, CPU) == []
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
-        with mock.patch("megatron_muon.newton_schulz.kernels._error_of_triton", lambda device: ""):
-            assert Symmetric().problems(settings(), gpu) == []
+        with mock.patch.object(kernels, "_error_of_triton", lambda device: ""):
+            assert Symmetric().problems(of, gpu) == []
         with mock.patch("torch.zeros", side_effect=RuntimeError("Failed to find C compiler.\n at")):
-            (reason,) = Symmetric().problems(settings(), gpu)
-        assert "to compile, got RuntimeError: Failed to find C compiler.. Install gcc" in reason
+            assert "RuntimeError: Failed to find C comp" in Symmetric().problems(of, gpu)[0]
     with mock.patch("torch.cuda.get_device_capability", lambda device: (8, 9)):
         for backend in (Symmetric(), GramSymmetric()):
-            assert "got 8.9" in backend.problems(settings(), gpu)[-1]
+            assert "got 8.9" in backend.problems(of, gpu)[-1]
     with mock.patch.dict("sys.modules", {"quack.gemm_interface": None}):
-        (reason, _) = GramSymmetric().problems(settings(), CPU)
-        assert reason.startswith("expected the package quack-kernels, got ModuleNotFoundError: ")
+        assert "expected the package quack-kernels" in GramSymmetric().problems(of, CPU)[0]
     with mock.patch.object(triton_kernels, "HAS_TRITON_340", False):
-        assert "Triton 3.4 or later" in Symmetric().problems(settings(), CPU)[0]
+        assert "Triton 3.4 or later" in Symmetric().problems(of, CPU)[0]
 
 
 @pytest.mark.parametrize("backend", ["symmetric", "gram_symmetric"])
@@ -327,15 +332,10 @@ def test_kernels_are_compared_with_torch_at_construction(backend):
     stack = torch.empty(2, 256, 512, dtype=torch.bfloat16)
     args = NewtonSchulzArgs(settings(), (256, 512), is_normalized=True)
     BACKENDS[backend].check(stack, args)
-    for wrong in (lambda x: x * 0.5, lambda x: x * torch.nan):
-        with (
-            mock.patch.object(
-                type(BACKENDS[backend]),
-                "run",
-                lambda self, x, args, wrong=wrong: wrong(x),
-            ),
-            pytest.raises(RuntimeError, match=f"{backend}: expected a relative error .* 256 x 512"),
-        ):
+    for wrong in (0.5, torch.nan):
+        run = mock.patch.object(type(BACKENDS[backend]), "run", lambda _, x, __, by=wrong: x * by)
+        text = f"{backend}: expected a relative error .* 256 x 512"
+        with run, pytest.raises(RuntimeError, match=text):
             BACKENDS[backend].check(stack, args)
 
 
@@ -366,8 +366,7 @@ def test_triton_is_tuned_over_six_configurations(monkeypatch):
 def test_unaligned_stack_is_copied():
     """Stacks lie end to end in memory: only the first is aligned for sure."""
     memory = torch.empty(3 + 16 * 32, dtype=torch.bfloat16)
-    stack = memory[3:].view(1, 16, 32)
-    stack.copy_(normalized(torch.randn(1, 16, 32)))
+    stack = memory[3:].view(1, 16, 32).copy_(normalized(torch.randn(1, 16, 32)))
     assert stack.data_ptr() % 16
 
     def aligned(a, *args, **kwargs):
@@ -377,35 +376,3 @@ def test_unaligned_stack_is_copied():
     with mock.patch.object(triton_kernels, "tsyrk_ex", aligned):
         found = orthogonalized(stack, "symmetric")
     assert torch.equal(found, orthogonalized(stack.clone(), "symmetric"))
-
-
-def test_sums_of_the_gram_form_are_fp32_on_any_machine():
-    """Under "medium", which a step sets, some CPUs multiply fp32 in bf16; a GPU may add in fp16."""
-    seen = []
-
-    def recorded(*args, **kwargs):
-        seen.append(torch.get_float32_matmul_precision())
-        return baddbmm(*args, **kwargs)
-
-    baddbmm = torch.baddbmm
-    with fp32_matmul_precision("medium"), mock.patch.object(torch, "baddbmm", recorded):
-        orthogonalized(normalized(torch.randn(1, 8, 16)).bfloat16(), "gram")
-        assert torch.get_float32_matmul_precision() == "medium"
-    assert set(seen) == {"highest"}
-
-    flags = torch.backends.cuda.matmul
-    names = ("accumulation", "reduced_precision_reduction", "reduced_precision_reduction_split_k")
-
-    def now():
-        return [getattr(flags, f"allow_fp16_{name}") for name in names]
-
-    before = now()
-    try:
-        flags.allow_fp16_reduced_precision_reduction = (True, True)
-        flags.allow_fp16_accumulation = True
-        with gram._fp32_sums(SimpleNamespace(device=torch.device("cuda"))):
-            assert now()[:2] == [False, False]
-        assert now() == [True, True, True]
-    finally:
-        flags.allow_fp16_reduced_precision_reduction = tuple(before[1:])
-        flags.allow_fp16_accumulation = before[0]

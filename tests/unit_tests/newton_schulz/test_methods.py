@@ -9,7 +9,7 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from helpers.device import device
 from helpers.fsdp2_models import drawn
 
-from megatron_muon.newton_schulz.settings import Namo, NorMuon
+from megatron_muon.newton_schulz.settings import NorMuon
 from megatron_muon.plan.layout import MatrixLayout, Region
 from megatron_muon.plan.routes import Part
 from megatron_muon.runtime.moments import Moments
@@ -45,21 +45,6 @@ def test_normuon_of_a_stack_has_the_bits_of_upstream(shape):
         tolerance = 0.0 if device().type == "cpu" else 1e-5
         torch.testing.assert_close(found, torch.stack(expected), rtol=tolerance, atol=0.0)
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0.0)
-
-
-def test_namo_multiplies_by_norms():
-    """The factor of emerging-optimizers, of norms that ranks have added up."""
-    matrix = torch.nn.Parameter(drawn((6, 5), 0))
-    reference = AdaptiveMuon([matrix], 0.1, 0.9, 0.0, moment2_method="namo")
-    method, ours, theirs = Namo(), torch.zeros(1), torch.zeros(1)
-    for step in range(3):
-        grad, update, result = (drawn((6, 5), 3 * step + i).cpu() for i in range(3))
-        expected = reference._apply_moment2_normalization(
-            result, theirs, 0.95, 1e-8, raw_grad=grad, pre_orth_grad=update
-        )
-        norms = (torch.linalg.vector_norm(each).view(1) for each in (grad, update))
-        assert torch.equal(result * method.factors(ours, *norms), expected)
-        assert torch.equal(ours, theirs)
 
 
 def _layout(blocks: tuple[tuple[int, int], ...]) -> MatrixLayout:

@@ -8,18 +8,20 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
+from helpers import whole_matrices
 from helpers.device import device
 from helpers.stacks import orthogonalized, settings
+from helpers.whole_matrices import normalized_bf16
 
-from megatron_muon.newton_schulz import standard
+from megatron_muon.newton_schulz import BACKENDS, standard
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.standard import least_norm
+from megatron_muon.plan.routes import Part
+from megatron_muon.plan.sizes import num_elements
+from megatron_muon.runtime.local_rows import StackBuffers, StackTask
 
 SHAPES = [(48, 24), (24, 48), (32, 32), (1, 16), (16, 1), (130, 67)]
 TYPES = sorted(set(muon_utils._COEFFICIENT_SETS))
-
-
-def _normalized(x: torch.Tensor) -> torch.Tensor:
-    return x / x.double().square().sum().sqrt().clamp_min(least_norm()).float()
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +36,13 @@ def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient
     stack = torch.randn(5, *shape, device=device())
     # More than most sets have; emerging-optimizers 0.4 takes 5 steps alone of cubic5.
     steps = 5 if coefficient_type == "cubic5" else 7
-    with (
-        fp32_matmul_precision("medium"),
-        mock.patch("torch.nn.functional.normalize", lambda x, **_: _normalized(x)),
-    ):
-        expected = torch.stack(
-            [muon_utils.newton_schulz(x, steps, coefficient_type) for x in stack]
-        )
-    rows = torch.stack([_normalized(x) for x in stack]).bfloat16()
-    of = settings(steps, coefficient_type)
-    found = torch.cat([orthogonalized(x, of=of) for x in rows.split(1)])
-    # One row and 7 steps of cans overflow, in upstream's function as here.
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
+    numbers = {"steps": steps, "coefficient_type": coefficient_type}
+    of = settings(**numbers)
+    for matrix in stack:
+        expected = whole_matrices.orthogonalized(matrix, "medium", has_float64_norm=True, **numbers)
+        found = orthogonalized(normalized_bf16(matrix)[None], of=of)[0].float()
+        # One row and 7 steps of cans overflow, in upstream's function as here.
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (32, 8), (4, 16)])
@@ -54,9 +51,7 @@ def test_result_is_independent_of_the_other_matrices_in_a_stack(shape):
 
     Between stack sizes the last bits may differ: on a CPU for (32, 8), for one.
     """
-    stack = torch.stack(
-        [_normalized(x) for x in torch.randn(4, *shape, device=device())]
-    ).bfloat16()
+    stack = torch.stack([normalized_bf16(x) for x in torch.randn(4, *shape, device=device())])
     expected = orthogonalized(stack)
     assert torch.equal(orthogonalized(stack.flip(0)), expected.flip(0))
     for leftover in (0.0, torch.nan, 1e30):
@@ -82,8 +77,6 @@ def test_fp32_stack_is_upstreams_function(shape, precision):
 
 def test_least_norm_is_that_of_the_installed_release(monkeypatch):
     """Another one in emerging-optimizers 0.4: matrices of zeros would be divided by another."""
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-
     for eps in (1e-7, 1e-15):
         least_norm.cache_clear()
         monkeypatch.setattr(muon_utils, "newton_schulz", lambda x, eps=eps: x)
@@ -105,7 +98,6 @@ def test_tall_matrices_are_transposed_where_bits_would_change():
     shape, cpu = torch.Size((64, 32)), torch.device("cpu")
 
     def upstream(x: torch.Tensor, *coefficients: float) -> torch.Tensor:
-        """Step as emerging-optimizers does."""
         return muon_utils.newton_schulz_step(x.mT, *coefficients).mT
 
     def other(x: torch.Tensor, *coefficients: float) -> torch.Tensor:
@@ -126,3 +118,61 @@ def test_workspace_of_a_part_has_the_gram_matrix_of_the_whole():
     part = torch.empty(1, 4096, 1792, dtype=torch.bfloat16, device="meta")
     expected = 2 * (3 * 4096 * 1792 + 3 * 4096**2)
     assert standard.Standard().workspace_bytes(part, (4096, 14336)) == expected
+
+
+# Stacks on CPU ranks have the bits of upstream's steps on one matrix at a time.
+
+
+def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
+    """Orthogonalize a stack as a step does."""
+    found = stack.clone()
+    whole = stack.shape[1], stack.shape[2]
+    StackTask(found, BACKENDS[backend], NewtonSchulzArgs(settings(), whole, True), (0,)).run()
+    return found
+
+
+def _one_by_one(stack: torch.Tensor) -> torch.Tensor:
+    """Run upstream's steps on every matrix."""
+    results = []
+    for matrix in stack:
+        x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+        for coefficients in settings().coefficients:
+            x = muon_utils.newton_schulz_step(x, *coefficients)
+        results.append(x.mT if matrix.shape[0] > matrix.shape[1] else x)
+    return torch.stack(results)
+
+
+def _drawn(shape: tuple[int, ...]) -> torch.Tensor:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return torch.stack([normalized_bf16(matrix) for matrix in matrices])
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    "shape",
+    [(32, 8, 8), (7, 4, 4), (31, 16, 16), (9, 7, 9), (5, 9, 33), (8, 32, 16), (32, 48, 32),
+     (3, 15, 256), (5, 64, 130)],
+)  # fmt: skip
+def test_stack_has_the_bits_of_single_matrices(shape):
+    """Whatever the CPU: 32 matrices of 8 x 8 in one product differed on an AMD EPYC."""
+    stack = _drawn(shape)
+    assert torch.equal(_run(stack), _one_by_one(stack))
+
+
+@pytest.mark.cpu_only
+def test_other_backends_are_not_batched_on_a_cpu():
+    """Results must not depend on what else a rank owns."""
+    stack = _drawn((4, 24, 40))
+    assert torch.equal(_run(stack, "gram")[:2], _run(stack[:2], "gram"))
+
+
+@pytest.mark.cpu_only
+def test_stacks_of_odd_shapes_begin_at_16_bytes():
+    """A GPU chooses kernels by alignment, and a matrix alone is aligned."""
+    shapes = ((3, 5), (7, 1), (16, 8), (9, 11))
+    stacks = [tuple(Part(i, number, (0,), 0, 0, rows, 0, cols) for i in range(2))
+              for number, (rows, cols) in enumerate(shapes)]  # fmt: skip
+    memory = torch.zeros(sum(map(num_elements, stacks)), dtype=torch.bfloat16)
+    tensors = [tensor for _, tensor in StackBuffers(stacks, memory).stacks]
+    assert [tensor.shape[1:] for tensor in tensors] == [torch.Size(shape) for shape in shapes]
+    assert all(tensor.data_ptr() % 16 == memory.data_ptr() % 16 for tensor in tensors)

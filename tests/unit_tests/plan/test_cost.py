@@ -22,7 +22,6 @@ def test_text_changes_the_rates_that_it_names():
 def test_newton_schulz_time_follows_operations_and_parts():
     """5 (4 m n^2 + 2 n^3) operations; a split divides the first term and adds all-reduces."""
     m, n = 4096, 1024
-    assert PRODUCTS.work(n, m).flops == 5 * (4 * m * n * n + 2 * n**3)
     assert PRODUCTS.newton_schulz_ns(m, n) == round(5 * (4 * m * n * n + 2 * n**3) / 1000)
     assert PRODUCTS.newton_schulz_ns(m, n) == PRODUCTS.newton_schulz_ns(n, m)
     quarter = 5 * (m * n * n + 2 * n**3) / 1000
@@ -80,9 +79,3 @@ def test_gpus_that_are_not_known_count_as_the_nearest():
     rates = [gpu_rates(major).tflops for major in (7, 8, 9, 10, 12)]
     assert rates == sorted(rates) and len(set(rates)) == 3
     assert gpu_rates(9) == CostModel()
-
-
-def test_rate_that_cannot_be_is_refused():
-    """A rate of 0 would divide by it."""
-    with pytest.raises(ValueError, match="cost model: expected a positive, finite gbps, got 0.0"):
-        CostModel(gbps=0.0)

@@ -5,25 +5,16 @@
 from collections import Counter
 from typing import Any
 
-from helpers.layouts import matrix_lists, plan_of, rows_cut_at, whole_matrix
+from helpers.layouts import elements_of, matrix_lists, plan_of, rows_cut_at, whole_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.plan import RankPlan, Route
+from megatron_muon.plan import RankPlan
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import scatters_of
 
 _COST = CostModel(ranks_per_node=4, stack_tiles=1)
-
-
-def _elements(route: Route) -> list[tuple[int, int, int, int]]:
-    """Name the elements of a route, in the order in which they travel."""
-    return [
-        (route.matrix, route.block, route.local_row + row, route.local_col + col)
-        for row in range(route.num_rows)
-        for col in range(route.num_cols)
-    ]
 
 
 @settings(max_examples=50)
@@ -51,7 +42,10 @@ def _deliver(matrices: list[MatrixLayout], num_buckets: int, staging_bytes: int)
     plan = plan_of(matrices, _COST, staging_bytes=staging_bytes, num_buckets=num_buckets)
     ranks = matrices[0].ranks
     rank_plans = {rank: RankPlan.build(plan, rank) for rank in ranks}
-    found = {rank: Counter(_staying(rank_plans[rank])) for rank in ranks}
+    found: dict[int, Counter[Any]] = {rank: Counter() for rank in ranks}
+    for rank, rank_plan in rank_plans.items():
+        for owned in [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]:
+            found[rank].update(each for route in owned.staying for each in elements_of(route))
     for number in range(len(plan.buckets) * plan.num_scatters):
         scatters = {rank: rank_plans[rank].scatters[number] for rank in ranks}
         chunks: dict[int, list[Any]] = {}
@@ -60,7 +54,7 @@ def _deliver(matrices: list[MatrixLayout], num_buckets: int, staging_bytes: int)
                 element
                 for sender in ranks
                 for route in scatters[sender].sends.get(rank, ())
-                for element in _elements(route)
+                for element in elements_of(route)
             ]
             assert len(received) == sum(scatter.receives.values())
             chunk = scatter.shard.section_size if scatter.shard else 0
@@ -71,16 +65,11 @@ def _deliver(matrices: list[MatrixLayout], num_buckets: int, staging_bytes: int)
             memory = [element for holder in holders for element in chunks[holder]]
             assert len(memory) == scatter.num_elements.receive
             for route, offset in scatter.arrivals:
-                elements = _elements(route)
+                elements = elements_of(route)
                 assert memory[offset : offset + len(elements)] == elements
                 found[rank].update(elements)
     for rank in ranks:
         assert found[rank] == Counter(_held(matrices, rank))
-
-
-def _staying(rank_plan: RankPlan) -> list[tuple[int, int, int, int]]:
-    owned = [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]
-    return [each for one in owned for route in one.staying for each in _elements(route)]
 
 
 def _held(matrices: list[MatrixLayout], rank: int) -> list[tuple[int, int, int, int]]:

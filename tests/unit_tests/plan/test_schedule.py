@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of a step, and what of it is the same on all ranks."""
 
-from collections import Counter
-
 from helpers.layouts import plan_orders
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,26 +23,39 @@ def test_order_of_a_plans_actions_does_not_depend_on_other_plans(orders):
 
 
 @given(plan_orders())
-def test_each_action_comes_once_and_after_what_it_needs(order):
+def test_each_action_comes_once_in_order_and_after_what_it_needs(order):
     """Rows arrive, are orthogonalized, results leave and arrive."""
     log = _of_plan([order], 0)
-    of_bucket = ["start_gather", "wait_for_gather", "orthogonalize"]
-    num_scatters = order.num_buckets * order.num_scatters
-    assert Counter(log) == Counter(
-        [(kind, bucket) for kind in of_bucket for bucket in range(order.num_buckets)]
-        + [(kind, n) for kind in ("start_scatter", "finish_scatter") for n in range(num_scatters)]
-    )
+    of_bucket = ("start_gather", "wait_for_gather", "orthogonalize")
+    of_scatter = ("start_scatter", "finish_scatter")
+    for kinds, count in (of_bucket, 1), (of_scatter, order.num_scatters):
+        for kind in kinds:
+            numbers = [number for other, number in log if other == kind]
+            assert numbers == list(range(order.num_buckets * count))
     for bucket in range(order.num_buckets):
         before = [log.index((kind, bucket)) for kind in of_bucket]
         for scatter in order.scatters_of(bucket):
-            after = [log.index((kind, scatter)) for kind in ("start_scatter", "finish_scatter")]
+            after = [log.index((kind, scatter)) for kind in of_scatter]
             assert before + after == sorted(before + after)
-    # No more is in flight than the depth says: buckets ahead, scatters behind.
+    # As much is in flight during Newton-Schulz as the depth says: buckets ahead, scatters behind.
     ahead = behind = 0
-    for kind, _ in log:
+    for kind, number in log:
         ahead += (kind == "start_gather") - (kind == "wait_for_gather")
         behind += (kind == "start_scatter") - (kind == "finish_scatter")
         assert ahead <= order.depth.ahead and behind <= order.depth.behind
+        if kind == "orthogonalize":
+            assert ahead == min(order.depth.ahead, order.num_buckets - number - 1)
+            assert behind == min(order.depth.behind, number * order.num_scatters)
+
+
+@given(st.lists(plan_orders(), min_size=1, max_size=3))
+def test_local_matrices_are_due_while_a_gather_is_in_flight(orders):
+    """Once before each wait for rows, and at the end, while the last results are in flight."""
+    kinds = [action.kind for action in actions_of(tuple(orders))]
+    waits = [number for number, kind in enumerate(kinds) if kind == "wait_for_gather"]
+    end = len(kinds) - 1 - kinds[::-1].index("local")
+    assert [n for n, kind in enumerate(kinds) if kind == "local"] == [*(n - 1 for n in waits), end]
+    assert set(kinds[end + 1 :]) <= {"finish_scatter"}
 
 
 def test_plans_get_through_their_buckets_evenly():

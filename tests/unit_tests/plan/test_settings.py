@@ -13,20 +13,11 @@ from megatron_muon.user_errors import naming_flags
     ("settings", "message"),
     [
         ({"comm_dtype": "fp8"}, "exchange.comm_dtype: expected one of .* got 'fp8'"),
-        (
-            {"newton_schulz": "svd"},
-            "exchange.newton_schulz: expected one of .*'gram', .*'auto'.*, got 'svd'",
-        ),
-        (
-            {"staging_bytes": 0},
-            "exchange.staging_bytes: expected a positive number of bytes, got 0",
-        ),
+        ({"newton_schulz": "svd"}, "exchange.newton_schulz: expected one of .*'auto'.*, got 'svd'"),
+        ({"staging_bytes": 0}, "exchange.staging_bytes: expected a positive .*, got 0"),
         ({"num_buckets": 0}, "exchange.num_buckets: expected a positive number, got 0"),
         ({"max_owners": 6}, "exchange.max_owners: expected a power of two, got 6"),
-        (
-            {"cost_model": "speed=3"},
-            "cost model: expected name=value with a name of .* got 'speed=3'",
-        ),
+        ({"cost_model": "speed=3"}, "cost model: expected name=value with .*, got 'speed=3'"),
         ({"cost_model": "tflops=fast"}, "got 'tflops=fast'"),
         ({"cost_model": "num_ns_steps=7"}, "Set num_ns_steps"),
         ({"cost_model": "gbps=0"}, "cost model: expected a positive, finite gbps, got 0"),
@@ -67,17 +58,11 @@ def test_next_plan_has_an_equal_share_of_what_is_left(limit, staged, num_plans, 
 
 def test_errors_name_flags_to_who_set_flags():
     """Shared code names arguments; under Megatron each stands for a flag."""
-    with (
-        pytest.raises(
-            ValueError, match="^--muon-fsdp-comm-dtype: .* --muon-fp32-matmul-prec medium.$"
-        ),
-        naming_flags(),
-    ):
+    text = "^--muon-fsdp-comm-dtype: .* --muon-fp32-matmul-prec medium.$"
+    with pytest.raises(ValueError, match=text), naming_flags():
         ExchangeSettings(comm_dtype="bf16").comm_dtypes(is_bf16=False)
-    with (
-        pytest.raises(RuntimeError, match="use --muon-fsdp-comm-dtype, --muon-fsdp-staging-bytes$"),
-        naming_flags(),
-    ):
+    text = "^use --muon-fsdp-comm-dtype, --muon-fsdp-staging-bytes$"
+    with pytest.raises(RuntimeError, match=text), naming_flags():
         raise RuntimeError("use exchange.comm_dtype, exchange.staging_bytes")
     with pytest.raises(RuntimeError, match="^nothing to name$"), naming_flags():
         raise RuntimeError("nothing to name")

@@ -2,18 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offsets in staging memory: buffers that are alive at the same time do not overlap."""
 
-from helpers.layouts import plan_orders
-from hypothesis import given
+from helpers.layouts import plan_orders, plans
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.plan import CommDtypes
+from megatron_muon.plan import CommDtypes, RankPlan
 from megatron_muon.plan.schedule import Depth, PlanOrder, actions_of
-from megatron_muon.plan.staging import (
-    BucketSizes,
-    PlanStaging,
-    ScatterSizes,
-    StagingLayout,
-)
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 
 _SIZES = st.integers(0, 750)
 FP32 = CommDtypes("float32", "float32")
@@ -34,40 +29,34 @@ def _plans(draw: st.DrawFn) -> list[PlanStaging]:
     return plans
 
 
+# By kind of an action: buffers of what it counts that come into use, and those that end with it.
+_BUFFERS: dict[str, tuple[str, list[str], list[str]]] = {
+    "start_gather": ("buckets", ["gather_send", "gather_receive"], []),
+    "wait_for_gather": ("buckets", [], ["gather_send"]),
+    "orthogonalize": ("buckets", ["stacks"], ["stacks", "gather_receive"]),
+    "start_scatter": ("scatters", ["send", "receive"], []),
+    "finish_scatter": ("scatters", [], ["send", "receive"]),
+}
+
+
 def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range]]:
     """Return the bytes that are in use at each action, from the list in plan/schedule.py."""
-
-    def bytes_of(plan: int, kind: str, number: int, buffer: str) -> range:
-        sizes, places = getattr(plans[plan], kind), getattr(layout.plans[plan], kind)
-        first = getattr(places[number], buffer)
-        return range(first, first + 4 * getattr(sizes[number], buffer))
-
+    local_bytes = 4 * max((each.local for each in plans), default=0)
     moments = []
     in_use: dict[tuple, range] = {}
     for action, plan, number in actions_of(tuple(each.order for each in plans)):
-        ends: list[tuple] = []
         if action == "local":
-            size = 4 * max((each.local for each in plans), default=0)
-            in_use["local"] = range(layout.local[number], layout.local[number] + size)
-            ends = ["local"]
-        elif action == "start_gather":
-            for buffer in ("gather_send", "gather_receive"):
-                in_use[plan, "buckets", number, buffer] = bytes_of(plan, "buckets", number, buffer)
-        elif action == "wait_for_gather":
-            ends = [(plan, "buckets", number, "gather_send")]
-        elif action == "orthogonalize":
-            in_use[plan, "buckets", number, "stacks"] = bytes_of(plan, "buckets", number, "stacks")
-            ends = [(plan, "buckets", number, each) for each in ("stacks", "gather_receive")]
-        elif action == "start_scatter":
-            for buffer in ("send", "receive"):
-                in_use[plan, "scatters", number, buffer] = bytes_of(
-                    plan, "scatters", number, buffer
-                )
-        elif action == "finish_scatter":
-            ends = [(plan, "scatters", number, each) for each in ("send", "receive")]
+            place = layout.local[number]
+            moments.append([*in_use.values(), range(place, place + local_bytes)])
+            continue
+        kind, begins, ends = _BUFFERS[action]
+        sizes, places = (getattr(of[plan], kind)[number] for of in (plans, layout.plans))
+        for buffer in begins:
+            first = getattr(places, buffer)
+            in_use[plan, kind, number, buffer] = range(first, first + 4 * getattr(sizes, buffer))
         moments.append(list(in_use.values()))
-        for key in ends:
-            in_use.pop(key, None)
+        for buffer in ends:
+            del in_use[plan, kind, number, buffer]
     assert not in_use
     return moments
 
@@ -84,6 +73,14 @@ def test_buffers_that_are_alive_together_do_not_overlap(plans):
         assert all(place.start % 256 == 0 and place.stop <= layout.num_bytes for place in used)
         most = max(most, sum(-(-len(place) // 256) * 256 for place in used))
     assert most <= layout.num_bytes
+
+
+@settings(max_examples=50)
+@given(plans())
+def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
+    """To the byte: it is what the engine of that rank allocates."""
+    staging = [RankPlan.build(plan, rank).staging(plan.dtypes) for rank in plan.ranks]
+    assert plan.staging_bytes == max(StagingLayout.build([each]).num_bytes for each in staging)
 
 
 def test_equal_buckets_need_six_buffers_however_many_they_are():

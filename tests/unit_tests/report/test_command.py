@@ -36,59 +36,57 @@ def test_preset_flags_and_overrides_describe_the_same_model(capsys):
     assert len(stage["matrices"]) == 32
 
 
+LLAMA, QWEN = "--preset llama3-8b", "--preset qwen3-30b-a3b"
+
+
 @pytest.mark.parametrize(
-    ("flags", "num_matrices", "world_size"),
+    ("flags", "num_matrices", "num_ranks", "max_busiest"),
     [
-        ("--tp 2", 2 * 128, 16),
-        ("--tp 2 --muon-tp-mode duplicated", 128, 16),
-        ("--hsdp 2", 128, 8),
-        ("--hsdp 2 --hfsdp", 128, 8),
-        ("--sharding no_shard", 128, 8),
+        (f"{LLAMA} --dp 8 --tp 2", 2 * 128, 16, 1.3),
+        (f"{LLAMA} --dp 8 --tp 2 --muon-tp-mode duplicated", 128, 16, 1.3),
+        (f"{LLAMA} --dp 8 --hsdp 2", 128, 8, 1.3),
+        (f"{LLAMA} --dp 8 --hsdp 2 --hfsdp", 128, 8, 1.3),
+        (f"{LLAMA} --dp 8 --sharding no_shard", 128, 8, 1.3),
+        # If all whole experts stayed where they are, it would be 1.18.
+        (f"{QWEN} --num-layers 16 --dp 64 --ep 8", 16 * (128 * 2 + 3), 64, 1.06),
     ],
 )
-def test_parallelism_of_a_dense_model(flags, num_matrices, world_size, capsys):
-    """Tensor ranks have matrices of their own unless their mode joins them."""
-    report = _report(capsys, "--preset", "llama3-8b", "--dp", "8", *flags.split())
-    assert len(report["matrices"]) == num_matrices
-    assert len(report["ranks"]) == world_size
-    elements = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
-    copies = {"--hsdp 2": 2, "--sharding no_shard": 8}.get(flags, 1)
-    # Nothing can be moved more often than there and back to every copy.
-    assert 0 < report["bytes_sent"] <= 2 * elements * (1 + copies)
-    assert report["busiest_over_ideal"] < 1.3
+def test_known_models_are_balanced(flags, num_matrices, num_ranks, max_busiest, capsys):
+    """Tensor ranks have matrices of their own unless their mode joins them.
 
-
-def test_dense_matrices_balance_whole_experts(capsys):
-    """Of 12,288 expert matrices over 8 ranks each, most lie whole on a rank and stay there.
-
-    If all of these stay, 3 % of the elements travel, and the busiest rank has 1.18 times the ideal.
+    test_documents.py has plans of more ranks, figure by figure.
     """
-    report = _report(capsys, "--preset", "qwen3-30b-a3b", "--dp", "64", "--ep", "8")
-    assert len(report["matrices"]) == 48 * (128 * 2 + 3)
-    assert report["moved_fraction"] < 0.11
-    assert report["busiest_over_ideal"] < 1.06
-    # One for each matrix would be 338 on one rank.
-    assert max(rank["num_calls"] for rank in report["ranks"]) <= 40
+    report = _report(capsys, *flags.split())
+    assert len(report["matrices"]) == num_matrices
+    assert len(report["ranks"]) == num_ranks
+    assert report["busiest_over_ideal"] < max_busiest
+    # Nothing can be moved more often than there and back to every copy.
+    copies = 8 if "no_shard" in flags else 2 if flags.endswith("--hsdp 2") else 1
+    assert 0 < report["bytes_sent"] <= 2 * report["num_elements"] * (1 + copies)
+    if LLAMA in flags:
+        elements = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
+        assert report["num_elements"] == 32 * elements
+    else:
+        # Most experts lie whole on a rank, and stay there: 3 % would travel if all did.
+        assert report["moved_fraction"] < 0.11
+        # One call for each matrix would be 113 on one rank.
+        assert max(rank["num_calls"] for rank in report["ranks"]) <= 14
 
 
-def test_slow_links_leave_matrices_with_their_largest_holders(capsys):
-    """With links a thousand times slower nothing travels that need not."""
-    model = ("--preset", "llama3-8b", "--num-layers", "4")
-    fast, slow = (
-        _report(capsys, *model, *flags)
-        for flags in ((), ("--cost-model", "gbps=0.0001,gbps_between_nodes=0.0001"))
-    )
-    # Of two holders of about as many rows it is the one with the quietest link.
-    assert slow["bytes_sent"] <= 1.05 * slow["lower_bound_bytes"] < fast["bytes_sent"]
+WITHOUT_TORCH = """
+import sys
+from megatron_muon.plan.__main__ import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
 
 
-def test_table_is_for_people(capsys):
-    """Without --json the same numbers come as a table."""
-    assert main(SMALL) == 0
-    text = capsys.readouterr().out
-    assert "4 matrices, 218.1 M elements, on 4 ranks" in text
-    assert "Newton-Schulz: busiest rank" in text and "lower bound" in text
-    assert "step: " in text and " ms at least" in text
+def test_plan_imports_no_torch():
+    """Without --json the numbers come as a table."""
+    done = run_command(sys.executable, "-c", WITHOUT_TORCH, *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "4 matrices, 218.1 M elements, on 4 ranks" in done.stdout
 
 
 def test_limit_that_is_kept_is_not_refused(capsys):
@@ -115,43 +113,17 @@ def test_limit_that_is_kept_is_not_refused(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dp", "8"], "num_layers: expected a positive number, got 0. Pass --num-layers."),
-        (["--preset", "llama3-8b", "--ep", "2"], "ep: expected a divisor of 0 experts, got 2"),
-        (
-            ["--preset", "llama3-8b", "--dp", "9", "--hsdp", "2"],
-            "hsdp: expected dp to be a multiple of 2 instances, got dp 9",
-        ),
-        (["--preset", "llama3-8b", "--tp", "3"], "to be a multiple of 3 tensor-parallel ranks"),
-        (
-            ["--preset", "llama3-8b", "--cost-model", "tflops=0"],
-            "expected a positive, finite tflops, got 0.0",
-        ),
-        (["--preset", "llama3-8b", "--max-owners", "3"], "max-owners: expected a power of two"),
+        ("--dp 8", "num_layers: expected a positive number, got 0. Pass --num-layers."),
+        (f"{LLAMA} --ep 2", "ep: expected a divisor of 0 experts, got 2"),
+        (f"{LLAMA} --dp 9 --hsdp 2", "hsdp: expected dp to be a multiple of 2 instances, got dp 9"),
+        (f"{LLAMA} --tp 3", "to be a multiple of 3 tensor-parallel ranks"),
+        (f"{LLAMA} --cost-model tflops=0", "expected a positive, finite tflops, got 0.0"),
+        (f"{LLAMA} --max-owners 3", "max-owners: expected a power of two"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, message, capsys):
     """The message names what was expected, what came and what to do; the exit code is 2."""
     with pytest.raises(SystemExit) as error:
-        main(arguments)
+        main(arguments.split())
     assert error.value.code == 2
     assert message in capsys.readouterr().err
-
-
-WITHOUT_TORCH = """
-import sys
-from megatron_muon.plan.__main__ import main
-code = main(sys.argv[1:])
-assert "torch" not in sys.modules
-sys.exit(code)
-"""
-
-
-@pytest.mark.slow
-def test_plan_of_many_ranks_imports_no_torch():
-    """A mixture of 235 B parameters; docs/performance.md has it on 2,048 ranks."""
-    flags = ("--preset", "qwen3-235b-a22b", "--dp", "256", "--ep", "8", "--json")
-    done = run_command(sys.executable, "-c", WITHOUT_TORCH, *flags)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert len(report["ranks"]) == 256 and len(report["matrices"]) == 94 * (128 * 2 + 3)
-    assert report["busiest_over_ideal"] < 1.3

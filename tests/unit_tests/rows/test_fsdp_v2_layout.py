@@ -2,11 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of all ranks under version 2 of Megatron-FSDP, of the generation that is installed."""
 
+import copy
+import itertools
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.megatron_fsdp import module_of
 from helpers.ranks import run_ranks
+from torch.distributed.tensor import Replicate, Shard
+
+from megatron_muon.rows.megatron_fsdp import tensor_shard_rows
 
 pytest.importorskip("hypothesis")  # environments of check_compat.py lack it
 
@@ -18,9 +26,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 def _rows_by_upstream(layout: Any, mesh_shape: list[int], sharded: list[bool]) -> list[Any]:
     """Return rows by tensor and rank, of what ``get_local_range`` says on each rank."""
-    import itertools
-    from types import SimpleNamespace
-
     # In main the buffer makes its own of torch's.
     flat = module_of("experimental.placement").Flat()
     placements = [flat if is_sharded else None for is_sharded in sharded]
@@ -45,15 +50,6 @@ def _rows_by_upstream(layout: Any, mesh_shape: list[int], sharded: list[bool]) -
 
 def _compare_rows(cases: list[Any]) -> list[Any]:
     """Return the cases, shapes and axes, whose rows are others than upstream's."""
-    import copy
-    import math
-    from types import SimpleNamespace
-
-    import torch
-    from torch.distributed.tensor import Replicate, Shard
-
-    from megatron_muon.rows.megatron_fsdp import tensor_shard_rows
-
     build = module_of("experimental.layout").GlobalLayout.build
     different = []
     for shapes, axes in cases:

@@ -6,8 +6,12 @@ import functools
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers.device import device, init_group
 from helpers.ranks import run_ranks
+
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 pytestmark = pytest.mark.ranks
 
@@ -22,17 +26,12 @@ def _error_of(call: Any) -> str:
 
 def _agree() -> dict[str, str]:
     """Agree on several things in turn; ranks that one of them kept apart would hang."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-
     init_group()
     rank, cpu, world = dist.get_rank(), device(), dist.group.WORLD
 
-    def fails(problems: list[str], **options: Any) -> str:
+    def fails(problems: list[str], group: Any = None, **options: Any) -> str:
         return _error_of(
-            lambda: raise_where_any_rank_fails(problems, None, cpu, "Stop.", **options)
+            lambda: raise_where_any_rank_fails(problems, group, cpu, "Stop.", **options)
         )
 
     def differs(entries: list[str]) -> str:
@@ -48,9 +47,7 @@ def _agree() -> dict[str, str]:
         "suspect": fails(
             [], num_device_problems=found, describe=lambda: ["NaN"] if rank == 1 else []
         ),
-        "group": _error_of(
-            lambda: raise_where_any_rank_fails(["broken"] if rank == 2 else [], pair, cpu, "Stop.")
-        ),
+        "group": fails(["broken"] if rank == 2 else [], pair),
         "same": differs(["a", "b"]),
         "other": differs(["a", "c" if rank == 2 else "b"]),
         "longer": differs(["a", "b"][: 2 if rank == 1 else 1]),

@@ -6,70 +6,62 @@ import itertools
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
-from helpers.device import device
+import torch
+import torch.distributed as dist
+from helpers.collective_timing import collectives_run
 from helpers.ranks import run_ranks
-from helpers.sharded_muon import (
-    build_optimizers,
-    each_of,
-    init_group,
-    split_always,
-    step_both,
-)
+from helpers.sharded_muon import build_optimizers, each_of, split_always, step_both
 
-pytestmark = pytest.mark.ranks
+from megatron_muon.report.rank_report import build_report
+
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 
 def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
     """Step once, counting what is handed to torch.distributed for other ranks."""
-    import torch.distributed as dist
-
-    from megatron_muon.report.rank_report import build_report
-
     num_shards = 2 if grid else 4
     exchange = {"comm_dtype": comm_dtype, "num_buckets": 3}
     optimizers = build_optimizers(num_shards, {}, exchange, **grid)
     counted: Counter[str] = Counter()
     # The runtime's threads start spreads while this thread counts other collectives.
     counting = threading.Lock()
-    all_to_all, all_reduce = dist.all_to_all_single, dist.all_reduce
-    all_gather = dist.all_gather_into_tensor
 
-    def counting_all_to_all(output, data, out_sizes, in_sizes, **kw):
+    def all_to_all_single(output, data, out_sizes, in_sizes, group, **_):
         assert data.numel() == sum(in_sizes) and output.numel() == sum(out_sizes)
         # What a rank sends to itself, as a replica or for a matrix in place, does not leave it.
-        to_itself = in_sizes[dist.get_rank(kw["group"])]
-        with counting:
-            counted["moved"] += data.nbytes - to_itself * data.element_size()
-            counted["messages"] += 1
-        return all_to_all(output, data, out_sizes, in_sizes, **kw)
+        to_itself = in_sizes[dist.get_rank(group)]
+        counted["moved"] += data.nbytes - to_itself * data.element_size()
+        counted["messages"] += 1
 
-    def counting_all_gather(output, data, **kw):
+    def all_gather_into_tensor(output, data, **_):
         # To each other replica, or through them.
-        with counting:
-            counted["moved"] += output.nbytes - data.nbytes
-            counted["spreads"] += 1
-        return all_gather(output, data, **kw)
+        counted["moved"] += output.nbytes - data.nbytes
+        counted["spreads"] += 1
 
-    def counting_all_reduce(tensor, **kw):
-        with counting:
-            counted["reduced" if tensor.is_floating_point() else "flags"] += tensor.nbytes
-        return all_reduce(tensor, **kw)
+    def all_reduce(tensor, **_):
+        counted["reduced" if tensor.is_floating_point() else "flags"] += tensor.nbytes
+
+    def counts(count: Callable[..., None]) -> Callable[..., Any]:
+        original = getattr(dist, count.__name__)
+
+        def call(*args, **options):
+            with counting:
+                count(*args, **options)
+            return original(*args, **options)
+
+        return call
 
     optimizers.set_gradients(0)
-    with mock.patch.multiple(
-        dist,
-        all_to_all_single=counting_all_to_all,
-        all_gather_into_tensor=counting_all_gather,
-        all_reduce=counting_all_reduce,
-    ):
+    collectives = (all_to_all_single, all_gather_into_tensor, all_reduce)
+    with mock.patch.multiple(dist, **{each.__name__: counts(each) for each in collectives}):
         optimizers.sharded.step()
-    engine = optimizers.sharded.engine
     # Tensor-parallel ranks have a plan of their own for what they replicate.
-    plans = engine.plans
+    plans = optimizers.sharded.engine.plans
     report = build_report(range(4), plans)
     return {
         **counted,
@@ -81,7 +73,6 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.megatron
 def test_bytes_at_the_collectives_are_those_of_the_plan():
     """bf16: 2 bytes an element there, 2 back, 8 a block; no padding with either dtype."""
     grids = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
@@ -96,10 +87,7 @@ def test_bytes_at_the_collectives_are_those_of_the_plan():
             assert counted["scatters"] == 2 * counted["buckets"] >= counted["spreads"] > 0
         elif not grid:
             assert counted["scatters"] == counted["buckets"] and "spreads" not in counted
-        if comm_dtype == "bf16":
-            assert counted["norms"] == 8 * counted["blocks"]
-        else:
-            assert counted["norms"] == 0
+        assert counted["norms"] == (8 * counted["blocks"] if comm_dtype == "bf16" else 0)
     for of_ranks in zip(*by_rank, strict=True):
         assert sum(counted["moved"] for counted in of_ranks) > 0
 
@@ -138,7 +126,6 @@ def _step_with_cut_matrices(name: str, grid: dict[str, int]) -> list[Any]:
     return [different, [len(ranks) for _, ranks in owners]]
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     "cases",
     [
@@ -161,8 +148,6 @@ def test_cut_matrices_agree_with_whole_ones_up_to_rounding(cases):
 
 
 def _memory_of_steps(staging_bytes: int | None) -> list[int]:
-    import torch
-
     exchange = {"comm_dtype": "bf16", "staging_bytes": staging_bytes}
     optimizers = build_optimizers(2, {}, exchange, cases=[(64, [40, 24])] * 9)
     engine = optimizers.sharded.engine
@@ -183,7 +168,6 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
     return [between_steps, in_step, engine.staging_bytes]
 
 
-@pytest.mark.megatron
 def test_staging_memory_is_freed_and_within_the_limit():
     """Between steps the allocator has it, and in a step it is what the report says."""
     run = run_ranks(2, each_of, _memory_of_steps, [[None], [30_000]]).check()
@@ -194,7 +178,6 @@ def test_staging_memory_is_freed_and_within_the_limit():
 
 
 def _nan_in_one_matrix() -> list[str]:
-    init_group()
     optimizers = build_optimizers(2, {}, {"comm_dtype": "bf16"})
     optimizers.set_gradients(0)
     param = optimizers.params[0][0]
@@ -204,11 +187,9 @@ def _nan_in_one_matrix() -> list[str]:
     return optimizers.differences(atol=1e-2)
 
 
-@pytest.mark.megatron
 def test_nan_in_one_matrix_does_not_reach_another():
     """Whoever steps without the check of the chained optimizer loses that matrix alone."""
-    run = run_ranks(2, _nan_in_one_matrix).check()
-    for different in run.results:
+    for (different,) in run_ranks(2, each_of, _nan_in_one_matrix, [[]]).check().results:
         assert {each.partition(":")[0] for each in different} == {"layer.0.weight"}
 
 
@@ -227,7 +208,6 @@ def _zero_gradients(comm_dtype: str) -> list[float]:
     ]
 
 
-@pytest.mark.megatron
 def test_zero_gradients_give_a_zero_update():
     """Nothing is divided by a norm of zero."""
     run = run_ranks(3, each_of, _zero_gradients, [["bf16"], ["fp32"]]).check()
@@ -237,29 +217,7 @@ def test_zero_gradients_give_a_zero_update():
     assert changes and not any(changes)
 
 
-def _different_settings() -> str:
-    import torch.distributed as dist
-
-    init_group()
-    staging_bytes = 10**6 if dist.get_rank() == 0 else 2 * 10**6
-    try:
-        build_optimizers(2, {}, {"staging_bytes": staging_bytes})
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.megatron
-def test_ranks_with_different_settings_raise_at_construction():
-    """They are compared once; a hang would be the alternative."""
-    run = run_ranks(2, _different_settings).check()
-    for text in run.results:
-        assert "settings: expected the same on all ranks of the group" in text
-        assert "staging_bytes=2000000" in text and "staging_bytes=1000000" in text
-
-
 def _step_after_an_abandoned_one() -> list[str]:
-    init_group()
     optimizers = build_optimizers(1, {}, {"comm_dtype": "bf16"})
     engine = optimizers.sharded.engine
     rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in engine.handles}
@@ -270,16 +228,13 @@ def _step_after_an_abandoned_one() -> list[str]:
     return optimizers.differences()
 
 
-@pytest.mark.megatron
 def test_exception_in_a_step_leaves_nothing_to_the_next():
     """Norms of a step that ended early were added to the next one, which failed on that rank."""
-    assert run_ranks(1, _step_after_an_abandoned_one).check().results == [[]]
+    assert run_ranks(1, each_of, _step_after_an_abandoned_one, [[]]).check().results == [[[]]]
 
 
 def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     """Abandon a step whose gathers, or what replicas pass on, are under way, and step again."""
-    from helpers.collective_timing import collectives_run
-
     exchange = {"comm_dtype": "bf16", "num_buckets": 4}
     cases = [*[(12, [12, 12])] * 8, (12, [16, 16])]
     if grid:
@@ -299,7 +254,6 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     return [under_way, optimizers.differences(), timing.breaches]
 
 
-@pytest.mark.megatron
 @pytest.mark.cpu_only
 def test_messages_of_an_abandoned_step_are_waited_for():
     """Gathers, and what replicas pass on, may still read and write it."""
@@ -307,24 +261,3 @@ def test_messages_of_an_abandoned_step_are_waited_for():
     by_rank = run_ranks(2, each_of, _step_after_messages_were_left, grids).check().results
     for under_way, different, breaches in itertools.chain(*by_rank):
         assert under_way > 0 and different == [] and breaches == []
-
-
-def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_muon.runtime.agreement import new_groups
-
-    init_group()
-    rank = dist.get_rank()
-    first = new_groups([(0,)] if rank == 0 else [])
-    second = new_groups([(1, 2), (0, 1, 2)] if rank else [(0, 1, 2)])
-    for ranks in sorted(second):
-        dist.all_reduce(torch.ones(1, device=device()), group=second[ranks])
-    return [len(first), len(second)]
-
-
-def test_ranks_in_different_numbers_of_groups_make_them():
-    """With use_local_synchronization the ranks would give a group different names, and hang."""
-    run = run_ranks(3, _groups_of_ranks_that_are_in_different_numbers_of_groups).check()
-    assert run.results == [[1, 1], [0, 2], [0, 2]]

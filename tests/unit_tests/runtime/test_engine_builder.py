@@ -9,16 +9,16 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.device import device
+import torch.distributed as dist
+from helpers.device import device, kind
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, each_of
 
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime import arena, local_rows
 from megatron_muon.runtime.engine_builder import on_all_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
-
-CASES = [(64, [40, 24])] * 9
 
 
 def _error_without_memory(what: str, num_arenas: int) -> str:
@@ -26,17 +26,10 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
 
     ``"norms"`` is another allocation, which comes before that of the arena.
     """
-    import torch
-    import torch.distributed as dist
-
-    from megatron_muon.runtime import arena, local_rows
-
     original, sizes = torch.empty, []
 
     def fail(*_args: Any) -> None:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 8.00 GiB.\nSee the documentation."
-        )
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.\nSee more.")
 
     def empty(num_bytes: int, **kwargs: Any) -> torch.Tensor:
         sizes.append(num_bytes)
@@ -46,35 +39,18 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
             num_bytes = 1 << 60
         return original(num_bytes, **kwargs)
 
-    replaced: Any = mock.patch.object(
-        local_rows, "BlockNorms", fail if dist.get_rank() == 1 else local_rows.BlockNorms
-    )
-    if what != "norms":
-        # Only what the arena asks for; the rest of torch goes on as it is.
-        fake = SimpleNamespace(empty=empty, uint8=torch.uint8, cuda=torch.cuda)
-        replaced = mock.patch.object(arena, "torch", fake)
+    # Only what the arena asks for; the rest of torch goes on as it is.
+    fake = SimpleNamespace(empty=empty, uint8=torch.uint8, cuda=torch.cuda)
+    replaced: Any = mock.patch.object(arena, "torch", fake)
+    if what == "norms":
+        norms = fail if dist.get_rank() == 1 else local_rows.BlockNorms
+        replaced = mock.patch.object(local_rows, "BlockNorms", norms)
     with replaced:
         try:
             build_optimizers(2, exchange={"staging_bytes": 10**6})
         except RuntimeError as error:
             return str(error)
     return "no error"
-
-
-def _assert_refused(errors: list[str], cases: list[tuple[str, int]]) -> None:
-    for error, (what, num_arenas) in zip(errors, cases, strict=True):
-        assert "See the documentation" not in error and "rank 0:" not in error
-        assert "Lower --muon-fsdp-staging-bytes (now 1,000,000)" in error
-        if what == "norms":
-            assert "rank 1: CUDA out of memory." in error
-            continue
-        purpose = "results and momentum" if num_arenas else "messages and stacks"
-        requested = rf"rank 1: expected \d[\d,]* bytes on (cpu|cuda:\d) for {purpose}, got "
-        assert re.search(requested, error)
-        reason = (
-            "OutOfMemoryError: CUDA out of memory. Tried" if what == "gpu" else "RuntimeError: "
-        )
-        assert reason in error
 
 
 def test_allocation_that_fails_on_one_rank_is_an_error_on_all():
@@ -84,16 +60,19 @@ def test_allocation_that_fails_on_one_rank_is_an_error_on_all():
     step, and of small tensors, for which a full GPU has no memory either.
     """
     cases = [("norms", 0), ("gpu", 0), ("gpu", 1)]
+    # Torch raises a plain RuntimeError there.
+    cases += [("cpu", 0), ("cpu", 1)] * (kind() == "cpu")
     for errors in run_ranks(2, each_of, _error_without_memory, cases).check().results:
-        _assert_refused(errors, cases)
-
-
-@pytest.mark.cpu_only
-def test_allocation_that_fails_on_a_cpu_is_an_error_on_all():
-    """Torch raises a plain RuntimeError there."""
-    cases = [("cpu", 0), ("cpu", 1)]
-    for errors in run_ranks(2, each_of, _error_without_memory, cases).check().results:
-        _assert_refused(errors, cases)
+        for error, (what, num_arenas) in zip(errors, cases, strict=True):
+            assert "See more" not in error and "rank 0:" not in error
+            assert "Lower --muon-fsdp-staging-bytes (now 1,000,000)" in error
+            if what == "norms":
+                assert "rank 1: CUDA out of memory." in error
+                continue
+            purpose = "results and momentum" if num_arenas else "messages and stacks"
+            requested = rf"rank 1: expected \d[\d,]* bytes on (cpu|cuda:\d) for {purpose}, got "
+            assert re.search(requested, error)
+            assert ("OutOfMemoryError: CUDA" if what == "gpu" else "RuntimeError: ") in error
 
 
 @pytest.mark.parametrize(
@@ -119,19 +98,24 @@ def test_fault_at_construction_keeps_its_traceback(error, is_memory):
 def _build_within(limit: int) -> str:
     """Build with a limit of memory; return the memory that is used, or the error."""
     try:
-        built = build_optimizers(2, exchange={"staging_bytes": limit}, cases=CASES)
+        built = build_optimizers(2, exchange={"staging_bytes": limit}, cases=[(64, [40, 24])] * 9)
     except RuntimeError as error:
         return str(error)
     return str(built.sharded.engine.staging_bytes)
 
 
+def _build_within_the_least(limit: int) -> list[str]:
+    """Build with a limit that cannot be kept, with the one that its error names, and with less."""
+    refusal = _build_within(limit)
+    least = int(re.search(r"Set --muon-fsdp-staging-bytes to (\d+) or more", refusal)[1])
+    return [refusal, str(least), _build_within(least), _build_within(least - 1)]
+
+
 def test_infeasible_memory_limit_names_the_least_that_works():
     """On all ranks, at construction; and what it names does work."""
-    ((refusal,), _) = run_ranks(2, each_of, _build_within, [[1000]]).check().results
-    assert "expected at most 1,000 bytes a rank, got" in refusal
-    assert "layer.0.weight, has 8,192" in refusal and "No optimizer was built" in refusal
-    least = int(re.search(r"Set --muon-fsdp-staging-bytes to (\d+) or more", refusal)[1])
-    results = run_ranks(2, each_of, _build_within, [[least], [least - 1]]).check().results
-    for used, refused in results:
-        assert int(used) <= least
+    by_rank = run_ranks(2, each_of, _build_within_the_least, [[1000]]).check().results
+    for ((refusal, least, used, refused),) in by_rank:
+        assert "expected at most 1,000 bytes a rank, got" in refusal
+        assert "layer.0.weight, has 8,192" in refusal and "No optimizer was built" in refusal
+        assert int(used) <= int(least)
         assert f"Set --muon-fsdp-staging-bytes to {least} or more" in refused

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show of a step: streams, the allocator, and where the host waits."""
 
+import datetime
 import sys
 import time
 import traceback
@@ -10,11 +11,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers.device import device
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
+from helpers.whole_matrices import float64_normalize
+
+from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.runtime import row_moves
 
 pytestmark = [pytest.mark.ranks, pytest.mark.cuda]
 
@@ -38,11 +46,6 @@ def _step_behind_late_kernels(grid: dict[str, int], cases: Any) -> list[str]:
     The host is ahead of the device in the whole step: a collective that did not wait for the
     stream would send, or hand on, what was there before.
     """
-    import torch
-    import torch.distributed as dist
-
-    from megatron_muon.newton_schulz.standard import Standard
-
     init_group()
     exchange = {"comm_dtype": "bf16", "num_buckets": 4}
     optimizers = build_optimizers(2, {}, exchange, cases=cases, **grid)
@@ -67,20 +70,12 @@ def _step_behind_late_kernels(grid: dict[str, int], cases: Any) -> list[str]:
         torch._foreach_copy_(held, values)
         optimizers.sharded.step()
     Standard.run = newton_schulz
-    _step_reference(optimizers)
-    return optimizers.differences()
-
-
-def _step_reference(optimizers: Any) -> None:
-    """Step whole matrices as often, with the norm of ``comm_dtype`` bf16."""
-    from unittest import mock
-
-    from helpers.whole_matrices import float64_normalize
-
+    # Whole matrices, as often, with the norm of comm_dtype bf16.
     for step in range(NUM_STEPS):
         optimizers.set_gradients(step)
         with mock.patch("torch.nn.functional.normalize", float64_normalize):
             optimizers.whole.step()
+    return optimizers.differences()
 
 
 @pytest.mark.parametrize(
@@ -96,15 +91,13 @@ def test_messages_wait_for_kernels_that_are_late(grid):
 
 def _memory_of_steps() -> dict[str, int]:
     """Return what construction and steps take of the allocator, and construction of the GPU."""
-    import torch
-
     init_group()
     warm = torch.ones(64, 64, device=device(), dtype=torch.bfloat16)
     warm @ warm  # cuBLAS's workspace
     before: dict[str, int] = {}
 
+    # When parameters and the reference are there.
     def build(*args: Any, **options: Any) -> Any:
-        """Build ours when parameters and the reference are there."""
         from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
         torch.cuda.synchronize()
@@ -152,17 +145,11 @@ def test_steps_take_the_staging_memory_that_is_reported(expandable):
 
 def _build_without_memory() -> list[Any]:
     """Leave rank 1 little memory; return what is raised, and after how long."""
-    import datetime
-
-    import torch
-    import torch.distributed as dist
-
     # Twice as long as an error may take: a rank that waits for the other one is seen.
     init_group(timeout=datetime.timedelta(seconds=2 * MAX_RAISE_S))
     store = dist.distributed_c10d._get_default_store()
 
     def build(params: Any, **options: Any) -> Any:
-        """Build ours, on rank 1 within a limit."""
         from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
         if dist.get_rank() == 1:
@@ -199,7 +186,6 @@ PLACES = ("/megatron_muon/", "/megatron/", "/torch/optim/", "/torch/nn/", "/torc
 @contextmanager
 def _counted_waits(places: Counter[str]) -> Iterator[None]:
     """Count operations that make the host wait for the device, by the line that calls them."""
-    import torch
 
     def note(message: Any, *_args: Any, **_options: Any) -> None:
         if "synchronizing" in str(message):
@@ -239,8 +225,6 @@ def _waits_of_a_step() -> dict[str, int]:
 
 def _kernel_of_rows() -> list[Any]:
     """Compare the kernel that moves rows with torch, and say whether steps use it."""
-    from megatron_muon.runtime import row_moves
-
     init_group()
     return [row_moves.difference_from_torch(device()), row_moves.uses_kernel(device())]
 

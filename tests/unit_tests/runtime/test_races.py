@@ -13,8 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from helpers.collective_timing import collectives_run, equal_bits
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, each_of, init_group
+
+from megatron_muon.plan.staging import PlanOffsets, StagingLayout
+from megatron_muon.runtime.arena import Arena
 
 pytestmark = pytest.mark.ranks
 
@@ -40,24 +46,17 @@ def _random_case(
     """Draw matrices, cut anywhere, on a grid of 4 ranks."""
     num_shards = 4 // (2 if grid else 1)
 
+    # Empty ones included.
     def shards(num_rows: int) -> list[int]:
-        """Cut rows anywhere, empty shards included."""
         cuts = sorted(draw.randint(0, num_rows) for _ in range(num_shards - 1))
         return [b - a for a, b in zip([0, *cuts], [*cuts, num_rows], strict=True)]
 
     num_matrices, sizes, num_buckets, cost_model = KINDS[kind]
     cases = [(draw.randint(*sizes), shards(draw.randint(*sizes))) for _ in range(num_matrices)]
-    return {
-        "num_shards": num_shards,
-        "exchange": {
-            "comm_dtype": comm_dtype,
-            "cost_model": cost_model,
-            "num_buckets": num_buckets,
-        },
-        # Query, key and value.
-        "cases": [*cases, (draw.randint(1, 25), shards(32))],
-        **grid,
-    }
+    # Query, key and value.
+    cases.append((draw.randint(1, 25), shards(32)))
+    exchange = {"comm_dtype": comm_dtype, "cost_model": cost_model, "num_buckets": num_buckets}
+    return {"num_shards": num_shards, "exchange": exchange, "cases": cases, **grid}
 
 
 def _step(optimizers: Any, start: Any) -> list[Any]:
@@ -70,19 +69,17 @@ def _step(optimizers: Any, start: Any) -> list[Any]:
 
 
 def _compare(
-    optimizers: Any, forgotten: int | None = None, reference: Any = None
+    optimizers: Any, expected: list[Any] | None = None, forgotten: int | None = None
 ) -> dict[str, Any]:
-    """Step as ever, and with late and with early messages.
+    """Step with late and with early messages.
 
     Args:
-        optimizers: Steps three times.
+        optimizers: Steps from the same state each time.
+        expected: State that it should come to; None for that of steps as ever.
         forgotten: A collective that nobody waits for.
-        reference: Steps as ever in place of ``optimizers``.
     """
-    from helpers.collective_timing import collectives_run, equal_bits
-
     start = optimizers.state()
-    expected = _step(reference or optimizers, start)
+    expected = expected or _step(optimizers, start)
     found: dict[str, Any] = {}
     for when in ("at_wait", "at_launch"):
         with collectives_run(when, forgotten=forgotten) as timing:
@@ -162,18 +159,19 @@ BUCKETS = {
 
 def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
     """Leave out one wait() after the other."""
-    from megatron_muon.runtime.arena import Arena
-
     # A step frees its memory at its end; what arrives afterwards would be written to nowhere.
     Arena.free = lambda self: None
     init_group()
     optimizers = build_optimizers(**BUCKETS, **grid)
-    whole = _compare(optimizers)
+    start = optimizers.state()
+    expected = _step(optimizers, start)
+    optimizers.set_state(start)
+    whole = _compare(optimizers, expected)
     # Of the first step: the second one does the same.
     numbers = range(whole["launched"] // NUM_STEPS)
-    found = [_compare(optimizers, forgotten) for forgotten in numbers]
+    found = [_compare(optimizers, expected, forgotten) for forgotten in numbers]
     # What a step leaves behind does not reach the next one.
-    found.append(_compare(optimizers))
+    found.append(_compare(optimizers, expected))
     return [[each["at_wait"][0], each["at_launch"][0]] for each in [whole, *found]]
 
 
@@ -204,10 +202,6 @@ def _one_place_for_all_buckets(
     in_buckets: Sequence[str], in_scatters: Sequence[str]
 ) -> Iterator[None]:
     """Let some messages of all buckets lie in one place."""
-    from unittest import mock
-
-    from megatron_muon.plan.staging import PlanOffsets, StagingLayout
-
     build = StagingLayout.build
 
     def built(plans: Any) -> StagingLayout:
@@ -233,7 +227,7 @@ def _one_place_for_all_buckets(
 def _share_a_place(in_buckets: Sequence[str], in_scatters: Sequence[str]) -> dict[str, Any]:
     with _one_place_for_all_buckets(in_buckets, in_scatters):
         optimizers = build_optimizers(**BUCKETS)
-    return _compare(optimizers, reference=build_optimizers(**BUCKETS))
+    return _compare(optimizers, _step(build_optimizers(**BUCKETS), optimizers.state()))
 
 
 @pytest.mark.megatron
@@ -255,10 +249,6 @@ def test_memory_that_is_used_again_too_early_is_seen():
 
 def _each_collective(when: str) -> list[str]:
     """Launch each collective, and use its buffers too early in three ways."""
-    import torch
-    import torch.distributed as dist
-    from helpers.collective_timing import collectives_run
-
     rank = dist.get_rank()
     pair = torch.tensor([1.0 + rank, 10.0 + rank])
     calls = {

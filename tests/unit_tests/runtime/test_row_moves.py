@@ -13,45 +13,31 @@ from typing import Any
 import pytest
 import torch
 from helpers.commands import run_command
-from helpers.layouts import plan_of, rows_cut_at, whole_matrix
+from helpers.layouts import one_matrix, plan_of
 from helpers.ranks import ROOT
+from helpers.stacks import local_engine, settings
 
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.rank_plan import RankSchedule
-from megatron_muon.runtime import row_moves
+from megatron_muon.runtime import row_kernel, row_moves
 from megatron_muon.runtime.arena import Arena
-from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.plan_runner import BoundPlan
 from megatron_muon.runtime.row_moves import Addresses, RowMoves
 
 ROWS, COLS = 16, 8
 CPU = torch.device("cpu")
-SETTINGS = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7))
 
 
-def _plan(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> Any:
-    """Return a plan of whole local matrices, four of a shape in a stack."""
-    matrices = [
-        whole_matrix(f"{i}.weight", rows_cut_at(ROWS, COLS, [ROWS]), [[(0,)]],
-                     split_shapes=split_shapes)
-        for i in range(num_matrices)
-    ]  # fmt: skip
-    return plan_of(matrices, CostModel(stack_tiles=4))
-
-
-def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> tuple[Any, Any]:
-    """Return an engine of such a plan, and its rows."""
-    plan = _plan(num_matrices, split_shapes)
-    engine = Engine(
-        [BoundPlan(plan, {i: i for i in range(num_matrices)}, None, None, {})],
-        RankSchedule.build([plan], rank=0),
-        SETTINGS,
-        device=CPU,
-    )
+def _engine(*num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> tuple[Any, Any]:
+    """Return an engine of plans of local matrices, in stacks of four at most, and its rows."""
+    plans = [
+        plan_of(
+            [one_matrix([ROWS], COLS, f"{i}.weight", split_shapes) for i in range(number)],
+            CostModel(stack_tiles=4),
+        )
+        for number in num_matrices
+    ]
     generator = torch.Generator().manual_seed(0)
-    rows = {i: torch.randn(ROWS, COLS, generator=generator) for i in range(num_matrices)}
-    return engine, rows
+    rows = {i: torch.randn(ROWS, COLS, generator=generator) for i in range(sum(num_matrices))}
+    return local_engine(plans, settings(scale=(0.3, 0.7)), CPU), rows
 
 
 def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
@@ -117,13 +103,15 @@ def _bits(*, by_kernel: bool) -> list[list[int]]:
             norms if positions else None
         )
         found += targets
-    for split_shapes in (None, (4, 2, 2)):
-        engine, rows = _engine(6, split_shapes)
+    # Stacks of four and of fewer.
+    for num_matrices, split_shapes in ((5, None), (3, (4, 2, 2))):
+        engine, rows = _engine(num_matrices, split_shapes=split_shapes)
         for step in range(4):
             if step:
                 rows = _moved(rows, step)
             results = rows if step < 2 else {i: torch.zeros_like(r) for i, r in rows.items()}
-            assert len([each for done in engine.orthogonalize(rows, results) for each in done]) == 6
+            done = [i for each in engine.orthogonalize(rows, results) for i in each]
+            assert len(done) == num_matrices
             found += results.values()
     integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
     # NaN has many representations: torch has others on a CPU than on a GPU.
@@ -160,8 +148,6 @@ def test_rows_of_one_shape_are_divided_by_their_own_norms():
 
 def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
     """A stack of four, and one of two or of four: rows in, results out."""
-    from megatron_muon.runtime import row_kernel
-
     launches: Counter[int] = Counter()
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: True)
     monkeypatch.setattr(row_kernel, "launch", lambda table, *_: launches.update([len(table.moves)]))
@@ -172,15 +158,13 @@ def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
         (1, (4, 2, 2), {2: 2, 4: 2}),
     ):
         launches.clear()
-        engine, rows = _engine(num_matrices, split_shapes)
+        engine, rows = _engine(num_matrices, split_shapes=split_shapes)
         list(engine.orthogonalize(rows, rows))
         assert launches == expected
 
 
 def test_table_is_cut_where_elements_need_more_than_32_bits(monkeypatch):
     """Rows of a large rectangle are several entries; together they are all of it."""
-    from megatron_muon.runtime import row_kernel
-
     monkeypatch.setattr(row_kernel, "_MOST_ELEMENTS", 4 * 100)
     source, target = torch.zeros(10, 100), torch.zeros(10, 200)[:, 100:]
     whole = target._base
@@ -209,23 +193,13 @@ def test_rows_that_moved_are_viewed_again():
 
 def test_all_lists_of_a_step_share_one_copy_of_addresses(monkeypatch):
     """Gradients in new memory in every step once took a pinned block and a copy for every list."""
-    from megatron_muon.runtime import row_kernel
-
     copies, launched = [], []
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: True)
     monkeypatch.setattr(
         row_kernel, "on_device", lambda tensor, device: copies.append(tensor) or tensor
     )
     monkeypatch.setattr(row_kernel, "launch", lambda table, pointers, _: launched.append(pointers))
-    plans = [_plan(num_matrices) for num_matrices in (6, 3)]
-    handles = [{i: (number, i) for i, _ in enumerate(p.matrices)} for number, p in enumerate(plans)]
-    engine = Engine(
-        [BoundPlan(plan, own, None, None, {}) for plan, own in zip(plans, handles, strict=True)],
-        RankSchedule.build(plans, rank=0),
-        SETTINGS,
-        device=CPU,
-    )
-    rows = {handle: torch.ones(ROWS, COLS) for own in handles for handle in own.values()}
+    engine, rows = _engine(6, 3)
     # Where the allocator places the arena is not what is tested.
     monkeypatch.setattr(Arena, "free", lambda self: None)
     # Stacks of 4, 2 and 3 matrices: rows in, results out.
@@ -259,8 +233,6 @@ def test_all_lists_of_a_step_share_one_copy_of_addresses(monkeypatch):
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_rows_are_dropped_where_asked(monkeypatch, by_kernel):
     """Their memory is the caller's: results of plain FSDP2 are allocated in every step."""
-    from megatron_muon.runtime import row_kernel
-
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: by_kernel)
     monkeypatch.setattr(row_kernel, "launch", lambda *_: None)
     engine, rows = _engine(3)

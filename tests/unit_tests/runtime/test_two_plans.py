@@ -7,11 +7,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from helpers.collective_timing import collectives_run
 from helpers.device import device, kind
 from helpers.layouts import rows_cut_at
 from helpers.layouts import whole_matrix as joined
 from helpers.ranks import run_ranks
-from helpers.sharded_muon import init_group, whole_matrix
+from helpers.sharded_muon import each_of, whole_matrix
+from helpers.stacks import settings
+
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import Domain, new_groups
+from megatron_muon.runtime.engine_builder import PlanInput, build_engine
 
 pytestmark = pytest.mark.ranks
 
@@ -28,9 +37,6 @@ class _Kind:
     """
 
     def __init__(self, name: str, seed: int, holders: list[Any], rows: list[list[int]]) -> None:
-        import torch
-        import torch.distributed as dist
-
         self.shard = next(i for i, ranks in enumerate(holders) if dist.get_rank() in ranks)
         self.holders = holders
         self.names = [f"{name}.{i}" for i in range(len(rows))]
@@ -46,9 +52,6 @@ class _Kind:
 
     def plan_input(self) -> Any:
         """Make the process groups, and return what is planned."""
-        from megatron_muon.runtime.agreement import Domain, new_groups
-        from megatron_muon.runtime.engine_builder import PlanInput
-
         ranks = tuple(sorted(itertools.chain(*self.holders)))
         replicas = self.holders[self.shard]
         groups = new_groups({each for each in (ranks, replicas) if len(each) > 1})
@@ -61,16 +64,6 @@ def _two_kinds(
     num_experts: list[int], num_dense: int, num_buckets: int, has_replicas: bool
 ) -> dict[str, Any]:
     """Orthogonalize with late, with early and with real messages; compare with whole matrices."""
-    import torch
-    import torch.distributed as dist
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-    from helpers.collective_timing import collectives_run
-
-    from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-    from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime.engine_builder import build_engine
-
-    init_group()
     rank = dist.get_rank()
     if has_replicas:
         # Ranks 0 and 2 hold the same, and 1 and 3: whole experts, and halves of dense matrices.
@@ -93,7 +86,7 @@ def _two_kinds(
     torch.set_float32_matmul_precision("highest")
     compute = build_engine(
         [each.plan_input() for each in kinds],
-        NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0, 1.0)),
+        settings(is_bf16=False),
         ExchangeSettings(num_buckets=num_buckets),
         device=device(),
     )
@@ -124,25 +117,26 @@ def _two_kinds(
     }
 
 
-@pytest.mark.parametrize("has_replicas", [False, True], ids=["one_copy", "replicas"])
-@pytest.mark.parametrize("num_buckets", [16, 1], ids=["many_buckets", "one_bucket"])
-def test_ranks_with_other_experts_share_the_dense_schedule(num_buckets, has_replicas):
+def test_ranks_with_other_experts_share_the_dense_schedule():
     """Their buckets are more or fewer, and come in another order between those of all ranks.
 
     A rank that waited for another in a circle would wait for ever. Replicas pass results of both
     kinds on in one group.
     """
-    run = run_ranks(4, _two_kinds, [3, 14], 6, num_buckets, has_replicas, timeout_s=120.0)
-    found = run.check().results
-    assert [each["wrong"] for each in found] == [[]] * 4
-    assert found[0]["buckets"][1] == found[3]["buckets"][1]
-    # Dense matrices are planned on top of the experts.
-    for each in found:
-        experts_ns, all_ns = each["loads_ns"]
-        assert 0 < experts_ns <= all_ns
-    if num_buckets == 16:
-        assert found[0]["buckets"][0] != found[3]["buckets"][0]
-        assert found[0]["rounds"] != found[3]["rounds"]
+    cases = [([3, 14], 6, *each) for each in itertools.product((16, 1), (False, True))]
+    by_rank = run_ranks(4, each_of, _two_kinds, cases).check().results
+    for (*_, num_buckets, has_replicas), found in zip(
+        cases, zip(*by_rank, strict=True), strict=True
+    ):
+        assert [each["wrong"] for each in found] == [[]] * 4, (num_buckets, has_replicas)
+        assert found[0]["buckets"][1] == found[3]["buckets"][1]
+        # Dense matrices are planned on top of the experts.
         for each in found:
-            kinds = [plan for plan, _ in each["rounds"]]
-            assert kinds != sorted(kinds), "one kind after the other"
+            experts_ns, all_ns = each["loads_ns"]
+            assert 0 < experts_ns <= all_ns
+        if num_buckets == 16:
+            assert found[0]["buckets"][0] != found[3]["buckets"][0]
+            assert found[0]["rounds"] != found[3]["rounds"]
+            for each in found:
+                kinds = [plan for plan, _ in each["rounds"]]
+                assert kinds != sorted(kinds), "one kind after the other"

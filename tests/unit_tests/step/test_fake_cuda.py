@@ -150,15 +150,9 @@ CASES = {
 }  # fmt: skip
 
 
-class Step(NamedTuple):
-    """The third step of a case, and the number of parameter elements."""
-
-    recorder: Recorder
-    num_elements: int
-
-
 @functools.cache
-def _third_step(name: str) -> Step:
+def _third_step(name: str) -> tuple[Recorder, int]:
+    """Record the third step of a case, and count the elements of its parameters."""
     with CASES[name].build() as (recorder, optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for _ in range(3):
@@ -167,41 +161,32 @@ def _third_step(name: str) -> Step:
                     param.grad = torch.empty_like(param)
             recorder.clear()
             optimizer.step()
-        return Step(recorder, sum(param.numel() for param in params))
+        return recorder, sum(param.numel() for param in params)
 
 
 of_each_optimizer = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.megatron] if name.startswith("FSDP") else [])
-        for name in CASES
-    ],
+    [pytest.param(n, marks=[pytest.mark.megatron] * n.startswith("FSDP")) for n in CASES],
 )
 
 
 @of_each_optimizer
 def test_host_waits_once_for_the_gradients(name):
-    """Each read of a value waits for all that the device has been asked for."""
-    waits = _third_step(name).recorder.waits
-    assert [wait.file for wait in waits] == CASES[name].readers, waits
+    """Each read of a value waits for all that the device has been asked for.
 
-
-@of_each_optimizer
-def test_host_copies_nothing_that_is_not_pinned(name):
-    """The norm, a number, was copied to the device from pageable memory: the host waited again."""
-    assert _third_step(name).recorder.slow_copies == []
-
-
-@of_each_optimizer
-def test_no_operation_has_tensors_of_two_devices(name):
-    """Lists with a tensor in CPU memory are computed tensor by tensor, or not at all."""
-    assert _third_step(name).recorder.mixed == []
+    The norm, a number, was copied to the device from pageable memory: the host waited again. Lists
+    with a tensor in CPU memory are computed tensor by tensor, or not at all.
+    """
+    recorder, _ = _third_step(name)
+    assert [wait.file for wait in recorder.waits] == CASES[name].readers, recorder.waits
+    assert recorder.slow_copies == []
+    assert recorder.mixed == []
 
 
 @of_each_optimizer
 def test_nothing_is_allocated_after_ranks_agree(name):
     """The last read is where ranks agree: one that runs out of memory later leaves the others."""
-    recorder = _third_step(name).recorder
+    recorder, _ = _third_step(name)
     assert recorder.not_agreed_on(recorder.waits[-1].num_allocations, SMALL_BYTES) == []
 
 
