@@ -5,10 +5,10 @@
 import json
 import re
 import sys
-import time
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,39 +31,42 @@ def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
     run = launch(2, flags, script=ROOT / "benchmarks" / "optimizer_step.py").check()
     data = json.loads(path.read_text())
     peers = data["peers"]
-    assert set(peers) | set(data["skipped"]) == {
-        "adam", "owner", "owner, fp32 messages", "all_gather", "layer_wise",
-    }  # fmt: skip
-    assert peers["adam"]["bytes_a_rank"] == 0
-    assert peers["owner"]["bytes_a_rank"] < peers["owner, fp32 messages"]["bytes_a_rank"]
-    assert peers["owner, fp32 messages"]["bytes_a_rank"] < peers["all_gather"]["bytes_a_rank"]
-    for name, peer in peers.items():
-        assert peer["step_ms"] > 0
+    sent = ("adam", "owner", "owner, fp32 messages", "all_gather")
+    assert peers.keys() | data["skipped"].keys() == {*sent, "layer_wise"}
+    num_bytes = [peers[name]["bytes_a_rank"] for name in sent]
+    assert num_bytes[0] == 0 and num_bytes == sorted(set(num_bytes))
+    for peer in peers.values():
         assert peer["over_adam"] == pytest.approx(peer["step_ms"] / peers["adam"]["step_ms"])
-        assert (0 < peer["efficiency"] < 1) == (name != "adam")
     assert "| owner |" in run.outputs[0]
 
 
-def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a benchmark under another name: modules of the package have the same ones."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = spec_from_file_location(f"{name}_benchmark", ROOT / "benchmarks" / f"{name}.py")
-    benchmark = module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    return benchmark
+@pytest.fixture
+def load(monkeypatch) -> Callable[..., ModuleType]:
+    """Function that imports a benchmark, and with flags runs it in this process."""
+
+    def load_benchmark(name: str, *flags: str, **names: Any) -> ModuleType:
+        # Under another name: modules of the package have the same ones.
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        spec = spec_from_file_location(f"{name}_benchmark", ROOT / "benchmarks" / f"{name}.py")
+        benchmark = module_from_spec(spec)
+        spec.loader.exec_module(benchmark)
+        for replaced, value in names.items():
+            monkeypatch.setattr(benchmark, replaced, value)
+        if flags:
+            monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+            assert benchmark.main() == 0
+        return benchmark
+
+    return load_benchmark
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_saves_measure_muon_beside_adam(tmp_path, monkeypatch, capsys):
+def test_saves_measure_muon_beside_adam(tmp_path, load, capsys):
     """Muon keeps one state where Adam keeps two, so its checkpoint is smaller."""
-    benchmark = _benchmark("training_step", monkeypatch)
-    monkeypatch.setattr(benchmark, "train", train_forked)
     path = tmp_path / "saves.json"
     flags = ["--saves", "--hidden", "64", "--layers", "1", "--passes", "1", "--json", str(path)]
-    runs = ["--runs", "FSDP, adam", "FSDP, muon, owner"]
-    monkeypatch.setattr(sys, "argv", ["training_step.py", *flags, *runs])
-    assert benchmark.main() == 0
+    load("training_step", *flags, "--runs", "FSDP, adam", "FSDP, muon, owner", train=train_forked)
     adam, muon = json.loads(path.read_text()).values()
     assert muon["MB"] < adam["MB"]
     assert 0.5 < muon["state_MB"] / adam["state_MB"] < 0.9
@@ -73,12 +76,11 @@ def test_saves_measure_muon_beside_adam(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
+def test_step_cost_stays_within_its_bounds(tmp_path, load, capsys):
     """Operations, bytes, collectives and host reads of a step are counts: no machine changes them.
 
     They are those of docs/performance.md, or better.
     """
-    benchmark = _benchmark("step_cost", monkeypatch)
 
     def count_on(ranks: int) -> Any:
         """Count on forked ranks in place of torchrun's."""
@@ -87,9 +89,7 @@ def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
         (counted,) = json.loads(path.read_text())
         return counted
 
-    monkeypatch.setattr(benchmark, "count_on", count_on)
-    monkeypatch.setattr(sys, "argv", ["step_cost.py"])
-    assert benchmark.main() == 0
+    load("step_cost", "--ranks", *map(str, STEP_COST), count_on=count_on)
     printed = capsys.readouterr().out
     document = (ROOT / "docs" / "performance.md").read_text()
     for ranks, bounds in STEP_COST.items():
@@ -101,12 +101,12 @@ def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_host_time_counts_few_launches(monkeypatch):
+def test_host_time_counts_few_launches(load):
     """Launches of a whole step beside products and collectives are counts: no machine changes them.
 
     Times are printed, and not tested.
     """
-    benchmark = _benchmark("host_time", monkeypatch)
+    benchmark = load("host_time")
 
     def figures(part: str, job: str) -> dict[str, float]:
         """Measure on a forked rank in place of a process that imports megatron."""
@@ -118,7 +118,6 @@ def test_host_time_counts_few_launches(monkeypatch):
     # A step of nothing would launch nothing.
     assert found["stacks"] < found["own_launches"] + found["engine_launches"] <= 40
     assert list(benchmark.table({job: found}))[-1].startswith(f"| {job} |")
-    assert min(value for name, value in found.items() if name.endswith("_us")) > 0
     # Of experts the engine alone, whose launches are most of a step's.
     found = figures("engine", "qwen3-30b-64")
     assert found["stacks"] < found["engine_launches"] <= 66
@@ -127,7 +126,6 @@ def test_host_time_counts_few_launches(monkeypatch):
 def test_counted_operations_are_those_of_a_gpu(monkeypatch):
     """A fused list counts once, a view not at all; every way to read a value is seen."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import torch
     from counting import OperationCounter
 
     a, b = torch.ones(4, 8), torch.ones(4, 8)
@@ -154,21 +152,17 @@ def test_counted_operations_are_those_of_a_gpu(monkeypatch):
     }  # fmt: skip
 
 
-def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, monkeypatch, capsys):
+def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, load, capsys):
     """Ratios to the standard steps of the same run; what this machine cannot run is left out."""
-    benchmark = _benchmark("newton_schulz", monkeypatch)
     path = tmp_path / "times.json"
-    flags = ["--shapes", "16x32", "32x16", "--rounds", "2", "--json", str(path)]
-    monkeypatch.setattr(sys, "argv", ["newton_schulz.py", *flags])
-    assert benchmark.main() == 0
+    load("newton_schulz", "--shapes", "16x32", "32x16", "--rounds", "2", "--json", str(path))
     for row in json.loads(path.read_text()):
         assert row["over_standard"].keys() >= {"standard", "gram"}
         assert row["over_standard"]["standard"] == 1 and min(row["over_standard"].values()) > 0
         # a = 2: 8 a + 28 of 20 a + 10.
         assert row["operations_over_standard"]["gram"] == pytest.approx(44 / 50)
     assert "| 16 x 32 |" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["newton_schulz.py", "--memory", "--shapes", "256x256"])
-    assert benchmark.main() == 0
+    load("newton_schulz", "--memory", "--shapes", "256x256")
     found = dict(text.split() for text in capsys.readouterr().out.partition(": ")[2].split(", "))
     # X and Q X, and of n x n matrices R, P, Q, R P and the next R.
     assert 6 < float(found["gram"]) < 7.5
@@ -184,58 +178,28 @@ def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
     run = run_command(sys.executable, script, *flags, "--json", str(path))
     assert run.returncode == 0, run.stderr
     layouts = json.loads(path.read_text())["layouts"]
-    assert list(layouts) == ["even", "experts"]
-    for layout, rows in layouts.items():
-        ours, fp32, adamw = (
-            rows[name] for name in ("megatron_muon", "megatron_muon, fp32 messages", "AdamW")
-        )
-        assert adamw["bytes_a_rank"] == adamw["calls"] == 0
-        # Experts that are whole on a rank stay there.
-        assert ours["plan_bytes"] == 0 if layout == "experts" else ours["plan_bytes"] > 0
-        assert ours["plan_bytes"] * 3 == fp32["plan_bytes"] * 2
-        for row in (ours, fp32):
-            sent = row["bytes_by_collective"]
-            assert sum(sent.values()) - sent["allreduce"] == row["plan_bytes"]
-            assert row["step_ms"] > 0 and row["update_error"] < 0.05
-            assert row["over_adamw"] == pytest.approx(row["step_ms"] / adamw["step_ms"])
-            assert row["over_ours"] == pytest.approx(row["step_ms"] / ours["step_ms"])
-        assert rows["dion"] == rows["DistMuon"] == {"error": "not installed"}
-        if layout == "experts":
-            assert rows["torch.optim.Muon"]["error"].startswith("ValueError: Muon only supports 2D")
-        else:
-            # It gathers every matrix on every rank.
-            assert rows["torch.optim.Muon"]["bytes_a_rank"] > fp32["bytes_a_rank"]
-            assert rows["torch.optim.Muon"]["update_error"] < 0.05
-    # Half of 12 x 16 x 16 elements: 2 or 4 bytes there, 2 bytes back.
+    # Half of 12 x 16 x 16 elements: 2 or 4 bytes there, 2 bytes back. Whole experts stay.
     for name, width in (("megatron_muon", 4), ("megatron_muon, fp32 messages", 6)):
-        assert layouts["even"][name]["plan_bytes"] == 6 * 16 * 16 * width
+        for layout, num_bytes in (("even", 6 * 16 * 16 * width), ("experts", 0)):
+            row, adamw = layouts[layout][name], layouts[layout]["AdamW"]
+            sent = row["bytes_by_collective"]
+            assert sum(sent.values()) - sent["allreduce"] == row["plan_bytes"] == num_bytes
+            assert row["update_error"] < 0.05 and adamw["calls"] == 0
+            assert row["over_adamw"] == pytest.approx(row["step_ms"] / adamw["step_ms"])
+    for rows in layouts.values():
+        assert rows["dion"] == rows["DistMuon"] == {"error": "not installed"}
+    assert layouts["even"]["torch.optim.Muon"]["update_error"] < 0.05
     assert "| experts | torch.optim.Muon | ValueError: Muon only supports 2D" in run.stdout
 
 
-class _Event:
-    """A CUDA event on the host's clock."""
-
-    def __init__(self, **_: Any) -> None:
-        self._time_s = 0.0
-
-    def record(self) -> None:
-        """Take the time."""
-        self._time_s = time.perf_counter()
-
-    def elapsed_time(self, end: "_Event") -> float:
-        """Return milliseconds."""
-        return 1e3 * (end._time_s - self._time_s)
-
-
-def test_device_time_steps_the_plan_of_a_large_job(monkeypatch):
+def test_device_time_steps_the_plan_of_a_large_job(load, monkeypatch):
     """On a CPU with a small model; what kernels take, only a GPU knows."""
-    benchmark = _benchmark("device_time", monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(
-        benchmark, "kernel_ms", lambda step: (step(), {"_move": 1.0, "nvjet": 2.0})[1]
-    )
     monkeypatch.setitem(PRESETS, "llama3-8b", ModelShape(4, 128, 256, 4, 2))
+    kernels = {"_move": 1.0, "nvjet": 2.0}
+    benchmark = load("device_time", kernel_ms=lambda step: (step(), kernels)[1])
     job = benchmark.JOBS["llama3-8b-64"]._replace(dp=2)
     roof = benchmark.Roof(tflops=1.0, gbps=1.0)
     found = benchmark.measure(job, "gram", roof, torch.device("cpu"))
@@ -243,4 +207,3 @@ def test_device_time_steps_the_plan_of_a_large_job(monkeypatch):
     # Five steps of the matrices that the rank owns, and 12 bytes for each element that it holds.
     expected_ms = found["standard_flops"] / 1e9 + 12 * found["numel"] / 1e6
     assert found["bound_ms"] == pytest.approx(expected_ms) and found["standard_flops"] > 0
-    assert found["over_bound"] == pytest.approx(found["step_ms"] / expected_ms)
