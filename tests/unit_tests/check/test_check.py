@@ -109,6 +109,7 @@ def test_rank_that_ends_is_named_by_the_others():
     run = run_ranks(2, _check_beside_a_dead_rank)
     assert run.exit_codes == [1, 9]
     assert "row kernel: expected findings of 2 ranks, got an error on rank 0" in run.outputs[0]
+    assert "Traceback" not in run.outputs[0]
 
 
 def test_curve_of_rates_is_found_again():
