@@ -22,6 +22,9 @@ else
     source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 fi
 
+# Dozens of processes import torch and megatron, and would compile their sources anew.
+unset PYTHONDONTWRITEBYTECODE
+
 has_path=false
 for argument in "$@"; do
     # A node id (file.py::test) counts; the value of an option such as -k is no file.

@@ -5,7 +5,6 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tensorboard.backend.event_processing import event_accumulator
 
@@ -40,10 +39,6 @@ def read_events(folder: Path, run: int) -> dict[str, Values]:
     if run >= len(runs):
         raise MetricsError(f"{folder}: expected the events of {run + 1} runs, got {len(runs)}.")
     return runs[run]
-
-
-def _values(events: Iterable[Any]) -> Values:
-    return {event.step: event.value for event in events}
 
 
 def write_golden(

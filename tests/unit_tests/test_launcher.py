@@ -2,31 +2,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher, as a user starts it."""
 
-import os
 import re
 import shlex
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
-from helpers.ranks import ROOT, launch
+from helpers.ranks import ROOT, launch, run_ranks
 from helpers.toy_gpt import toy_gpt
 
 from megatron_muon import launcher
 from megatron_muon.user_errors import SettingsError
 
 
-def test_patches_are_listed_on_request(capsys):
-    """One line for each patch and symbol, which hid the others at each start."""
+def _list_patches() -> tuple[list[str], int]:
     from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, V2_PATCHES
     from megatron_muon.mcore.relied_on import RELIED_ON, V2_RELIED_ON
 
     assert launcher.main(["--list-patches"]) == 0
-    listed = capsys.readouterr().out.splitlines()
     patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES)
-    assert len(listed) == len((*patches, *RELIED_ON, *V2_RELIED_ON))
-    for patch, line in zip(patches, listed, strict=False):
-        assert line == f"{patch.symbol}: {patch.purpose}"
+    lines = [f"{patch.symbol}: {patch.purpose}" for patch in patches]
+    return lines, len((*patches, *RELIED_ON, *V2_RELIED_ON))
+
+
+@pytest.mark.ranks
+def test_patches_are_listed_on_request():
+    """One line for each patch and symbol, which hid the others at each start."""
+    run = run_ranks(1, _list_patches).check()
+    (lines, num_lines), listed = run.results[0], run.outputs[0].splitlines()
+    assert len(listed) == num_lines
+    assert listed[: len(lines)] == lines
 
 
 def _run_script(tmp_path, code: str, name: str = "script.py"):
@@ -63,12 +70,10 @@ print("CORE", megatron.core.__file__)
 @pytest.mark.slow
 def test_megatron_package_beside_the_script_is_used(tmp_path):
     """A Megatron-LM checkout's own pretrain_gpt.py brings the megatron package next to it."""
-    import megatron.core
-
     checkout = tmp_path / "Megatron-LM"
     checkout.mkdir()
-    package = os.path.dirname(os.path.dirname(megatron.core.__file__))
-    os.symlink(package, checkout / "megatron")
+    package = Path(find_spec("megatron.core").origin).parents[1]
+    (checkout / "megatron").symlink_to(package)
     (checkout / "pretrain_gpt.py").write_text(CHECKOUT)
     cpu_ranks = str(ROOT / "scripts" / "cpu_ranks")
     done = run_command(sys.executable, cpu_ranks, str(checkout / "pretrain_gpt.py"))

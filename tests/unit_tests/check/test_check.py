@@ -3,15 +3,13 @@
 """The command that checks a machine: on sound CPU ranks, and with something broken."""
 
 import json
-import sys
-from pathlib import Path
+import os
 from unittest import mock
 
 import pytest
 import torch
-from helpers.commands import run_command, run_torchrun
 from helpers.device import init_group
-from helpers.ranks import ROOT, run_ranks
+from helpers.ranks import ROOT, launch, run_ranks
 
 from megatron_muon.check import results
 from megatron_muon.check.rates import fitted_curve
@@ -21,23 +19,21 @@ from megatron_muon.plan.cost import CostModel
 
 pytestmark = pytest.mark.ranks
 
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
 
 @pytest.mark.slow
 def test_sound_cpu_ranks_pass_and_their_rates_are_a_cost_model(tmp_path):
     """With every class of optimizers, Megatron's too."""
-    script = str(ROOT / "megatron_muon" / "check" / "__main__.py")
-    run = run_torchrun(2, script, "--json", str(tmp_path / "check.json"))
-    assert run.returncode == 0, run.stderr
-    content = json.loads((tmp_path / "check.json").read_text())
+    path = tmp_path / "check.json"
+    script = ROOT / "megatron_muon" / "check" / "__main__.py"
+    run = launch(2, ["--json", str(path)], script=script).check()
+    content = json.loads(path.read_text())
     verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
     for name in ("fsdp2.Muon", "fsdp2.MuonAdamW", "Megatron-FSDP"):
         assert verdicts[f"step of {name}"] == "PASS"
     assert set(verdicts.values()) == {"PASS", "SKIP"}
     rates = CostModel.parse(content["cost_model"])
     assert rates.gbps == pytest.approx(float(content["cost_model"].rpartition("=")[2]))
-    assert f"rates: {content['cost_model']}" in run.stdout
+    assert f"rates: {content['cost_model']}" in run.outputs[0]
 
 
 def _step_of_wrong_results() -> list[str]:
@@ -56,25 +52,35 @@ def test_wrong_results_of_a_step_fail():
     assert result.startswith("differs by 1.0e-01")
 
 
-def _run_with_a_broken_rank() -> list[str]:
+def _find_on_rank_1() -> list[list[str]]:
     import torch.distributed as dist
 
+    from megatron_muon.check import environment
+
     init_group()
+    is_broken = dist.get_rank() == 1
+    if is_broken:
+        environment.version_problems = lambda versions: ["torch: expected 2.9, found 2.0"]
 
     def check() -> Finding:
         """Fail to compile on one rank."""
-        if dist.get_rank() == 1:
+        if is_broken:
             raise OSError("libcuda.so cannot open shared object file\nand more")
         return Finding("PASS", "equal bits")
 
-    return list(on_all_ranks("row kernel", check))
+    checks = {"row kernel": check, "versions": environment.check_versions}
+    return [list(on_all_ranks(name, call)) for name, call in checks.items()]
 
 
-def test_error_of_one_rank_is_the_finding_of_all_ranks():
-    """It names the rank, and quotes the first line."""
-    for found in run_ranks(2, _run_with_a_broken_rank).check().results:
-        assert found[0] == "FAIL"
-        assert found[1] == "OSError: libcuda.so cannot open shared object file (ranks 1)"
+def test_finding_of_one_rank_is_that_of_all_ranks():
+    """Its error, of which the first line is quoted, or its version; the rank is named.
+
+    The rank joins the comparison of versions before it returns.
+    """
+    for error, version in run_ranks(2, _find_on_rank_1).check().results:
+        text = "OSError: libcuda.so cannot open shared object file (ranks 1)"
+        assert error[:2] == ["FAIL", text]
+        assert version[:2] == ["FAIL", "torch: expected 2.9, found 2.0 (ranks 1)"]
 
 
 def test_broken_row_kernel_is_slow_and_named(monkeypatch):
@@ -85,47 +91,25 @@ def test_broken_row_kernel_is_slow_and_named(monkeypatch):
     assert (verdict, result) == ("SLOW", difference)
 
 
-def _run_with_another_version() -> list[str]:
-    import torch.distributed as dist
+def _check_beside_a_dead_rank() -> int:
+    from megatron_muon.check import __main__ as command
 
-    from megatron_muon.check import environment
-
-    init_group()
-    if dist.get_rank() == 1:
-        environment.version_problems = lambda versions: ["torch: expected 2.9, found 2.0"]
-    return list(on_all_ranks("versions", environment.check_versions))
+    with mock.patch.object(results, "check_row_kernel", _die_on_rank_1):
+        return command.main([])
 
 
-def test_wrong_version_on_one_rank_is_the_finding_of_all_ranks():
-    """The rank joins the comparison of versions before it returns."""
-    for verdict, result, _ in run_ranks(2, _run_with_another_version).check().results:
-        assert (verdict, result) == ("FAIL", "torch: expected 2.9, found 2.0 (ranks 1)")
-
-
-_DEAD = """
-import os, sys
-import torch.distributed as dist
-from megatron_muon.check import __main__ as command, results
-
-def check(device):
-    if dist.get_rank() == 1:
+def _die_on_rank_1(device: torch.device) -> Finding:
+    if os.environ["RANK"] == "1":
         os._exit(9)
-    return results.Finding("PASS", "equal bits")
-
-results.check_row_kernel = check
-sys.exit(command.main([]))
-"""
+    return Finding("PASS", "equal bits")
 
 
-@pytest.mark.slow
-def test_rank_that_ends_is_named_by_the_others(tmp_path):
+def test_rank_that_ends_is_named_by_the_others():
     """They do not wait for it, and say which check it left."""
-    script = Path(tmp_path / "dead.py")
-    script.write_text(_DEAD)
-    run = run_command(*_TORCHRUN, str(script))
-    assert run.returncode == 1
-    assert "row kernel: expected findings of 2 ranks, got an error on rank 0" in run.stderr
-    assert "exitcode  : 9" in run.stderr
+    run = run_ranks(2, _check_beside_a_dead_rank)
+    assert run.exit_codes == [1, 9]
+    assert "row kernel: expected findings of 2 ranks, got an error on rank 0" in run.outputs[0]
+    assert "Traceback" not in run.outputs[0]
 
 
 def test_curve_of_rates_is_found_again():

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.checkpoint_runs import SCHEDULE, die, kill_in_save, loadable, wrap
+from helpers.checkpoint_runs import SAVED_AT, SCHEDULE, die, kill_in_save, loadable, wrap
 from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.repairs import without
@@ -105,27 +105,24 @@ def _after_enable(break_it) -> None:
     wrap(launcher, "_report", lambda original, device: break_it())
 
 
-@pytest.mark.parametrize("break_it", [_kill_before_metadata, _kill_in_tracker])
 @pytest.mark.slow
-def test_iteration_that_is_saved_again_survives_a_kill(break_it, tmp_path):
+def test_iteration_that_is_saved_again_survives_a_kill(tmp_path):
     """The only checkpoint is saved again, as at the end of a complete run, and the save is killed.
 
     Upstream overwrites its files one by one, and truncates the tracker before it writes it.
     """
     short = [*FLAGS, "--train-iters", "4", "--lr-decay-iters", "20"]
-    flags = fsdp_toy_gpt(ZERO[3], *short, "--save", str(tmp_path))
+    flags = fsdp_toy_gpt(ZERO[3], *short, "--save", str(tmp_path), "--load", str(tmp_path))
     launch(2, flags).check()
-    assert loadable(tmp_path) == 4
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("iter_0000004/*.distcp")}
-    killed = launch(
-        2, [*flags, "--load", str(tmp_path)], before=functools.partial(_after_enable, break_it)
-    )
-    assert killed.exit_codes == [-signal.SIGKILL, 1]
-    assert loadable(tmp_path) == 4
-    if break_it is _kill_before_metadata:
-        assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-    launch(2, [*flags, "--load", str(tmp_path)]).check()
-    assert loadable(tmp_path) == 4
+    for break_it in (_kill_before_metadata, _kill_in_tracker):
+        killed = launch(2, flags, before=functools.partial(_after_enable, break_it))
+        assert killed.exit_codes == [-signal.SIGKILL, 1]
+        assert loadable(tmp_path) == 4
+        if break_it is _kill_before_metadata:
+            assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+        launch(2, flags).check()
+        assert loadable(tmp_path) == 4
 
 
 def _save_alone(folder: str) -> list[Any]:
@@ -277,7 +274,7 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 @pytest.mark.slow
 def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
     """Gated layers: upstream knows Adam's state, in bf16, sharded."""
-    arguments = [*flags, *SCHEDULE, "--save", str(tmp_path), "--exit-interval", "5"]
+    arguments = [*flags, *SCHEDULE, "--save", str(tmp_path), "--exit-interval", str(SAVED_AT)]
     run = launch(
         2, fsdp_toy_gpt(sharding, *arguments), before=functools.partial(without, attribute)
     )
@@ -288,9 +285,9 @@ def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
 @pytest.mark.slow
 def test_adam_with_empty_shards_saves(tmp_path):
     """Without the repair, ranks come with different sets of tensors to collectives over them."""
-    flags = [*EP, *BF16, *SCHEDULE, "--exit-interval", "5", "--optimizer", "adam"]
+    flags = [*EP, *BF16, *SCHEDULE, "--exit-interval", str(SAVED_AT), "--optimizer", "adam"]
     launch(4, fsdp_toy_gpt(ZERO[3], *flags, "--save", str(tmp_path))).check()
-    assert (tmp_path / "iter_0000005" / ".metadata").exists()
+    assert (tmp_path / f"iter_{SAVED_AT:07d}" / ".metadata").exists()
 
 
 def _split_latent_attention() -> list[Any]:

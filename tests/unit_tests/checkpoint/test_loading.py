@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.checkpoint_runs import (
+    SAVED_AT,
     SCHEDULE,
     assert_same,
     digest,
@@ -29,9 +30,12 @@ from megatron_muon.checkpoint.folders import TRACKER
 from megatron_muon.checkpoint.reading import StoredCheckpoint, StoredTensor
 
 pytestmark = pytest.mark.ranks
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 Z3 = ZERO[3]
 TRAIN = [*BF16, *SCHEDULE]
+INNER, NEXT = f"iter_{SAVED_AT:07d}", SAVED_AT + 1
+ONE_MORE = ("--exit-interval", str(NEXT))
 ADAM = ("--optimizer", "adam")
 
 
@@ -49,7 +53,7 @@ def saved_with(tmp_path_factory) -> Callable[..., Path]:
     @functools.cache
     def save(*flags: str) -> Path:
         folder = tmp_path_factory.mktemp("other") / "saved"
-        arguments = [*TRAIN, *flags, "--save", str(folder), "--exit-interval", "5"]
+        arguments = [*TRAIN, *flags, "--save", str(folder), "--exit-interval", str(SAVED_AT)]
         launch(2, fsdp_toy_gpt(Z3, *arguments)).check()
         return folder
 
@@ -57,9 +61,9 @@ def saved_with(tmp_path_factory) -> Callable[..., Path]:
 
 
 def _load(folder: Path, *flags: str, train: Sequence[str] = TRAIN, **options) -> Run:
-    """Load the checkpoint of iteration 5 and train one iteration."""
-    arguments = [*train, "--load", str(folder), "--ckpt-step", "5", *flags]
-    return launch(2, fsdp_toy_gpt(Z3, *arguments, "--exit-interval", "6"), **options)
+    """Load a checkpoint and train one iteration."""
+    arguments = [*train, "--load", str(folder), "--ckpt-step", str(SAVED_AT), *flags]
+    return launch(2, fsdp_toy_gpt(Z3, *arguments, *ONE_MORE), **options)
 
 
 def watch_load(status: str) -> None:
@@ -79,9 +83,9 @@ def watch_load(status: str) -> None:
 
 
 def _copy(folder: Path, target: Path) -> Path:
-    """Copy the checkpoint of iteration 5 and the tracker."""
-    shutil.copytree(folder / "iter_0000005", target / "iter_0000005")
-    (target / TRACKER).write_text("5")
+    """Copy the checkpoint and the tracker."""
+    shutil.copytree(folder / INNER, target / INNER)
+    (target / TRACKER).write_text(str(SAVED_AT))
     return target
 
 
@@ -93,10 +97,9 @@ def _write(text: str) -> Callable[[Path], object]:
     return lambda path: path.write_text(text)
 
 
-INNER = "iter_0000005"
 DATA, TABLE = f"{INNER}/__1_*.distcp", f"{INNER}/.metadata"
 NO_FORMAT = "expected the format fsdp_dtensor, got"
-# The place in a copy, what is done there, whether --ckpt-step 5 is passed, and the text to expect.
+# The place in a copy, what is done there, whether --ckpt-step is passed, and the text to expect.
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], bool, str]] = {
     "without_metadata": (TABLE, Path.unlink, True, f"{INNER}: expected a finished checkpoint"),
     "without_a_file": (DATA, Path.unlink, True, ".distcp: expected a file, got none"),
@@ -112,7 +115,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], bool, str]] = {
     "empty_tracker": (TRACKER, _write(""), False, "expected an iteration or 'release', got ''"),
     "tracker_of_another": (TRACKER, _write("7"), False, "iter_0000007: expected a checkpoint"),
     "no_tracker": (TRACKER, Path.unlink, False, "expected the tracker of a --save folder, got no"),
-    "release": (TRACKER, _write("release"), True, "beside --ckpt-step 5, got 'release'"),
+    "release": (TRACKER, _write("release"), True, f"beside --ckpt-step {SAVED_AT}, got 'release'"),
 }
 
 
@@ -159,10 +162,10 @@ def test_damaged_checkpoint_is_refused_before_anything_is_loaded(muon, tmp_path)
     for name, (place, damage, has_step, _) in DAMAGES.items():
         folder = _copy(muon[1], tmp_path / name)
         damage(next(folder.glob(place)))
-        folders[name], steps[name] = str(folder), 5 if has_step else None
+        folders[name], steps[name] = str(folder), SAVED_AT if has_step else None
     for name in (UNSEEN, FORBIDDEN, "sound", "one_checkpoint"):
         inner = INNER if name == "one_checkpoint" else ""
-        folders[name], steps[name] = str(muon[1] / inner), 5
+        folders[name], steps[name] = str(muon[1] / inner), SAVED_AT
     for said in run_ranks(2, _open_each, folders, steps).check().results:
         for name, (_, _, has_step, text) in DAMAGES.items():
             assert text in said[name]
@@ -172,7 +175,7 @@ def test_damaged_checkpoint_is_refused_before_anything_is_loaded(muon, tmp_path)
         assert said["sound"] == "loaded" and said["loaded"] == str(muon[1])
         assert "expected a --save folder, got that of one checkpoint" in said["one_checkpoint"]
         assert "rank 1: PermissionError: not allowed" in said[FORBIDDEN]
-        assert "rank 1 has 'none' where rank 0 has 'iter_0000005, " in said[UNSEEN]
+        assert f"rank 1 has 'none' where rank 0 has '{INNER}, " in said[UNSEEN]
 
 
 @pytest.fixture(scope="module")
@@ -187,59 +190,43 @@ def test_arguments_come_from_the_checkpoint(muon, plain_losses):
     run = _load(muon[1], "--use-checkpoint-args").check()
     assert run.losses == plain_losses
     gone = launch(
-        2, fsdp_toy_gpt(Z3, *BF16, "--load", str(muon[1] / "iter_0000005"), "--use-checkpoint-args")
+        2, fsdp_toy_gpt(Z3, *BF16, "--load", str(muon[1] / INNER), "--use-checkpoint-args")
     )
     assert gone.exit_codes == [1, 1]
     assert "expected a --save folder" in gone.outputs[0]
 
 
-# Flags of the run that saved, of the one that loads after those of its training, and the texts.
-REFUSED = {
-    "other model": (
-        (),
-        TRAIN,
-        ("--ffn-hidden-size", "64"),
-        ("linear_fc2: expected weight (32, 64)",),
-    ),
+OTHER, IN_FP32, NO_STATE = ("--ffn-hidden-size", "64"), [*SCHEDULE, *BF16[1:]], ("--no-save-optim",)
+# Flags of the run that saved, of the training that loads, more of them, and the texts.
+REFUSED = [
+    pytest.param((), TRAIN, OTHER, ["linear_fc2: expected weight (32, 64)"], id="other_model"),
     # Upstream names optimizer state by the wrapper of bf16 models; weights alone load.
-    "bf16 in fp32": (
-        (),
-        (*SCHEDULE, *BF16[1:]),
-        (),
-        ("linear_fc2.weight: expected momentum_buffer (32, 56), got n",),
+    pytest.param(
+        (), IN_FP32, (), ["fc2.weight: expected momentum_buffer (32, 56), got n"], id="bf16_in_fp32"
     ),
-    "adam": (
+    slow(
         ADAM,
         TRAIN,
         (),
-        (
+        [
             "linear_fc1.weight_w: expected momentum_buffer (56, 32), got exp_avg (56, 32)",
             "was saved with --optimizer adam, this run has --optimizer muon",
             "--no-load-optim",
-        ),
+        ],
+        id="adam",
     ),
     # It once named every state, and neither flag nor reason.
-    "no momentum": (
-        ("--no-save-optim",),
-        TRAIN,
-        (),
-        ("got none, as --no-save-optim leaves it out. Pass --no-load-optim",),
+    slow(
+        NO_STATE, TRAIN, (), ["as --no-save-optim leaves it out. Pass --no-load"], id="no_momentum"
     ),
-}
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "other model",
-        "bf16 in fp32",
-        pytest.param("adam", marks=pytest.mark.slow),
-        pytest.param("no momentum", marks=pytest.mark.slow),
-    ],
-)
-def test_checkpoint_that_does_not_fit_is_refused(case, muon, saved_with, tmp_path):
+@pytest.mark.parametrize(("saved_by", "train", "flags", "texts"), REFUSED)
+def test_checkpoint_that_does_not_fit_is_refused(
+    saved_by, train, flags, texts, muon, saved_with, tmp_path
+):
     """Every rank ends with status 1, names tensors and flags, and has all as it was."""
-    saved_by, train, flags, texts = REFUSED[case]
     folder, status = saved_with(*saved_by) if saved_by else muon[1], tmp_path / "status"
     before = functools.partial(watch_load, str(status))
     run = _load(folder, *flags, train=train, before=before)
@@ -251,19 +238,16 @@ def test_checkpoint_that_does_not_fit_is_refused(case, muon, saved_with, tmp_pat
     assert run.history == []
 
 
-@pytest.mark.parametrize("flags", [("--no-load-optim",), ("--finetune",)])
 @pytest.mark.slow
-def test_weights_alone_load_with_every_bit(flags, muon, tmp_path):
+def test_weights_alone_load_with_every_bit(muon, tmp_path):
     """bf16: main weights stay those of the checkpoint, and momentum starts at zero, which is said.
 
     Upstream raises NotImplementedError here.
     """
-    run = resumed_run(2, muon[1], tmp_path / "b", Z3, *BF16, *flags, "--exit-interval", "6")
-    run.check()
+    flags = (*BF16, "--no-load-optim", *ONE_MORE)
+    run = resumed_run(2, muon[1], tmp_path / "b", Z3, *flags).check()
     assert "loading weights without optimizer state" in run.outputs[0]
     assert "momentum starts at zero" in run.outputs[0]
-    if "--finetune" in flags:
-        return  # begins at iteration 0, before which nothing is gathered
     found, expected = gathered(tmp_path / "b", 2), gathered(muon[1], 2)
     params = {name for name in expected if name.endswith(".param")}
     assert_same({n: found[n] for n in params}, {n: expected[n] for n in params})
@@ -272,14 +256,14 @@ def test_weights_alone_load_with_every_bit(flags, muon, tmp_path):
 
 @pytest.mark.parametrize(
     ("saved_by", "flag", "first"),
-    [(ADAM, "--finetune", 1), (("--no-save-optim",), "--no-load-optim", 6)],
+    [(ADAM, "--finetune", 1), (NO_STATE, "--no-load-optim", NEXT)],
 )
 @pytest.mark.slow
 def test_weights_of_others_start_a_muon_run(saved_by, flag, first, saved_with):
     """From another optimizer's checkpoint, or one without state; --finetune begins anew."""
     run = _load(saved_with(*saved_by), flag).check()
     assert "momentum starts at zero" in run.outputs[0]
-    assert [record["iteration"] for record in run.history] == list(range(first, 7))
+    assert [record["iteration"] for record in run.history] == list(range(first, NEXT + 1))
 
 
 @pytest.mark.slow
@@ -298,7 +282,7 @@ def test_pretrained_checkpoint_loads_without_load(muon):
     flags = [*TRAIN, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
     run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
     # Weights of the last iteration, on the data of the first.
-    assert run.losses[0] < muon[0].losses[0] - 0.3
+    assert run.losses[0] < muon[0].losses[0] - 0.15
     assert "momentum starts at zero" in run.outputs[0]
 
 
@@ -380,18 +364,25 @@ DIFFERENCES: dict[str, tuple[Shapes, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENCES)
-def test_differences_are_named(case):
-    """Shapes, layers that are missing or would be dropped, and states of other optimizers."""
+def _named_differences() -> dict[str, str]:
     from megatron_muon.mcore.checkpoint_load import find_differences
 
-    wanted, texts = DIFFERENCES[case]
-    saved, num_experts = SAVED, None
-    if "experts" in case:
-        saved = saved | {EXPERT.format(number): (32, 56) for number in range(4)}
-        num_experts = int(case[0]) if case[0].isdigit() else None
-    stored = {key: StoredTensor(shape, torch.float32, ()) for key, shape in saved.items()}
-    checkpoint = StoredCheckpoint(Path(), stored, {})
-    differences = "; ".join(find_differences(checkpoint, wanted, num_experts))
-    assert all(text in differences for text in texts)
-    assert texts or not differences
+    named = {}
+    for case, (wanted, _) in DIFFERENCES.items():
+        saved, num_experts = SAVED, None
+        if "experts" in case:
+            saved = saved | {EXPERT.format(number): (32, 56) for number in range(4)}
+            num_experts = int(case[0]) if case[0].isdigit() else None
+        stored = {key: StoredTensor(shape, torch.float32, ()) for key, shape in saved.items()}
+        checkpoint = StoredCheckpoint(Path(), stored, {})
+        named[case] = "; ".join(find_differences(checkpoint, wanted, num_experts))
+    return named
+
+
+def test_differences_are_named():
+    """Shapes, layers that are missing or would be dropped, and states of other optimizers."""
+    # On a rank, which has imported megatron.
+    (named,) = run_ranks(1, _named_differences).check().results
+    for case, (_, texts) in DIFFERENCES.items():
+        assert all(text in named[case] for text in texts), (case, named[case])
+        assert texts or not named[case]

@@ -18,8 +18,8 @@ experts         4e-3       8.6e-7; a token that is routed to another expert make
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -70,22 +70,17 @@ BF16_ON = {
     for num_ranks in (2, 3, 4)
 }
 
-_folders: list[TemporaryDirectory] = []
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Callable[..., tuple[Run, Path]]:
+    """Function that trains and saves; one run serves all tests that load it."""
 
-@functools.cache
-def saved(world_size: int, zero: int, *flags: str) -> tuple[Run, Path]:
-    """Train and save; one run serves all tests that load it."""
-    _folders.append(TemporaryDirectory())
-    folder = Path(_folders[-1].name) / "saved"
-    return saved_run(world_size, folder, ZERO[zero], *flags), folder
+    @functools.cache
+    def train_and_save(world_size: int, zero: int, *flags: str) -> tuple[Run, Path]:
+        folder = tmp_path_factory.mktemp("run") / "saved"
+        return saved_run(world_size, folder, ZERO[zero], *flags), folder
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _remove_folders():
-    yield
-    for folder in _folders:
-        folder.cleanup()
+    return train_and_save
 
 
 ADAMUON_EP = (*ADAMUON, *EP, *HFSDP)
@@ -111,7 +106,7 @@ SAME_WORLD = [
 
 
 @pytest.mark.parametrize(("world_size", "zero", "flags"), SAME_WORLD)
-def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, tmp_path):
+def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, saved, tmp_path):
     """Losses, parameters and state of the iterations after, on every rank, bit for bit."""
     first, folder = saved(world_size, zero, *flags)
     assert_resumes(first, folder, tmp_path / "resumed", world_size, ZERO[zero], *flags)
@@ -150,7 +145,7 @@ OTHER_WORLD = [
 
 
 @pytest.mark.parametrize(("before", "after", "tolerance"), OTHER_WORLD)
-def test_checkpoint_loads_on_other_ranks(before, after, tolerance, tmp_path):
+def test_checkpoint_loads_on_other_ranks(before, after, tolerance, saved, tmp_path):
     """Gathered parameters and state are the saved ones, bit for bit, and training goes on.
 
     Blockwise Muon is another optimizer on another number of tensor-parallel ranks, as Muon of other
@@ -186,7 +181,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("before", "after", "texts"), REFUSED, ids=["tp", "to_none", "to_two"])
 @pytest.mark.slow
-def test_state_bound_to_a_number_of_ranks_is_refused_on_another(before, after, texts, tmp_path):
+def test_state_bound_to_a_number_of_ranks_is_refused_on_another(
+    before, after, texts, saved, tmp_path
+):
     """Moments of tensor-parallel blocks, and tied embeddings of stages: by name, on all ranks."""
     (_, folder), (world_size, zero, flags) = saved(*before[:2], *before[2]), after
     run = resumed_run(world_size, folder, tmp_path / "resumed", ZERO[zero], *flags)
@@ -217,7 +214,7 @@ torch.save({**state, **iteration}, output)
 
 @pytest.mark.parametrize("flags", [(*HFSDP, *BF16), ADAMUON_EP], ids=["bf16", "adamuon_ep2"])
 @pytest.mark.slow
-def test_plain_torch_reads_the_checkpoint(flags, tmp_path):
+def test_plain_torch_reads_the_checkpoint(flags, saved, tmp_path):
     """Code that imports neither megatron nor this package finds every weight and state, by name."""
     _, folder = saved(4, 3, *flags)
     checkpoint = folder / f"iter_{SAVED_AT:07d}"

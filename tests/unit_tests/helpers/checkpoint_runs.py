@@ -25,7 +25,7 @@ from megatron_muon.checkpoint.verification import find_problems
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
 
-SAVED_AT, LAST = 5, 7
+SAVED_AT, LAST = 3, 5
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
 
 # A checkpoint of Megatron-FSDP with one matrix, and names in it.

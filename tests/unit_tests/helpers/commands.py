@@ -64,10 +64,3 @@ def train_forked(
         for line in output.splitlines():
             log.feed(line)
     return log
-
-
-def run_plan(*flags: str) -> str:
-    """Return what ``python -m megatron_muon.plan`` prints."""
-    done = run_command(sys.executable, "-m", "megatron_muon.plan", *flags)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -35,6 +35,7 @@ def _import_megatron() -> None:
     import megatron.training
 
     import megatron_muon
+    import megatron_muon.launcher
     import megatron_muon.mcore.patches
 
     with contextlib.suppress(ImportError):  # a run imports these when it needs them
@@ -42,6 +43,7 @@ def _import_megatron() -> None:
         import megatron.core.datasets.helpers
         import megatron.core.models.mimo
         import megatron.core.tokenizers.text.libraries
+        import megatron.core.tokenizers.text.models
         import megatron.training.yaml_arguments  # noqa: F401
     with contextlib.suppress(AttributeError):  # another release of megatron-core may have others
         _remember_help_texts()

@@ -7,14 +7,11 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers.commands import run_plan
 from helpers.ranks import ROOT
 
-from megatron_muon.mcore.unsupported import UNSUPPORTED
-from megatron_muon.plan.__main__ import _parser
+from megatron_muon.plan.__main__ import _parser, main
 
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
@@ -36,24 +33,17 @@ def ids(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
-def test_links_lead_somewhere(path: Path) -> None:
-    """Relative links name files; a fragment names a heading."""
-    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if "://" in target:
-            continue
+def test_links_and_paths_lead_somewhere(path: Path) -> None:
+    """Links name files and headings, and paths in backticks folders of the repository."""
+    text = path.read_text()
+    for target in re.findall(r"\]\(([^)\s:]+)\)", text):
         file, _, fragment = target.partition("#")
         linked = path.parent / file if file else path
         assert linked.exists(), target
         headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
         slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
         assert fragment in {"", *slugs}, f"{target}: no such heading"
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
-def test_files_in_backticks_exist(path: Path) -> None:
-    """A path that begins with a folder of the repository is there."""
-    for quoted in re.findall(r"`([\w./-]+/[\w./-]+)`", path.read_text()):
+    for quoted in re.findall(r"`([\w.-]+/[\w./-]+)`", text):
         if quoted.split("/")[0] in {"benchmarks", "docs", "megatron_muon", "scripts", "tests"}:
             assert (ROOT / quoted).exists(), quoted
 
@@ -66,9 +56,6 @@ def commands() -> Iterator[tuple[str, str]]:
             yield ids(path), re.split(r"\s+# ", line)[0]
 
 
-_MODULES = ("megatron_muon.checkpoint", "megatron_muon.check")
-
-
 @pytest.mark.parametrize(("document", "command"), list(commands()))
 def test_commands_have_the_flags_that_they_name(document: str, command: str) -> None:
     """The script of a command is there, and so are its options."""
@@ -78,15 +65,11 @@ def test_commands_have_the_flags_that_they_name(document: str, command: str) -> 
     if "megatron_muon.plan" in words:
         _parser().parse_args(words[words.index("megatron_muon.plan") + 1 :])
         return
-    module = next((word for word in words if word in _MODULES), None)
-    if module is not None:
-        script = f"{module.replace('.', '/')}/__main__.py"
-        words = words[words.index(module) :]
-    else:
-        *_, script = (word for word in words if (ROOT / word).is_file())
-    source = (ROOT / script).read_text()
-    options = words[words.index(script) :] if script in words else words
-    assert [word for word in options if word[:2] == "--" and f'"{word}"' not in source] == []
+    modules = {word: f"{word.replace('.', '/')}/__main__.py" for word in words if "muon." in word}
+    *_, script = (word for word in words if (ROOT / modules.get(word, word)).is_file())
+    source = (ROOT / modules.get(script, script)).read_text()
+    options = [word for word in words[words.index(script) :] if word.startswith("--")]
+    assert [word for word in options if f'"{word}"' not in source] == []
 
 
 PLAN_ROW = re.compile(r"\| `(--preset .*?)` \| (.*) \|")
@@ -99,9 +82,10 @@ PLAN_ROWS = [
 
 
 @pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)
-def test_plans_of_performance_are_those_of_today(flags: str, figures: str) -> None:
+def test_plans_of_performance_are_those_of_today(flags: str, figures: str, capsys) -> None:
     """Each row of the table of plans, figure by figure."""
-    report: dict[str, Any] = json.loads(run_plan(*shlex.split(flags), "--json"))
+    assert main([*shlex.split(flags), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert figures.split(" | ") == [
         f"{len(report['matrices']):,}",
         f"{report['busiest_over_ideal']:.2f}",
@@ -111,10 +95,3 @@ def test_plans_of_performance_are_those_of_today(flags: str, figures: str) -> No
         f"{report['min_step_ns'] / 1e6:.1f}",
         f"{report['max_staging_bytes'] / 1e9:.1f}",
     ]
-
-
-def test_refused_settings_are_documented() -> None:
-    """A setting that is refused has its row in docs/support.md, with reason and advice."""
-    documented = (ROOT / "docs" / "support.md").read_text().replace("`", "")
-    rows = [f"| {row.flag} | {row.reason} | {row.instead} |" for row in UNSUPPORTED]
-    assert [row for row in rows if row.replace("`", "") not in documented] == []
