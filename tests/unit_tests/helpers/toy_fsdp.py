@@ -17,7 +17,8 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
     import megatron_muon
 
     megatron_muon.enable()
-    start_process_groups(ddp_settings.get("num_distributed_optimizer_instances", 1))
+    instances = "num_distributed_optimizer_instances"
+    start_process_groups(**{instances: ddp_settings.get(instances, 1)})
     gpt = build_gpt()
     whole = {name: param.detach().clone() for name, param in gpt.named_parameters()}
     model = wrap_gpt(gpt, sharding, **ddp_settings)
@@ -25,8 +26,12 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
     return model
 
 
-def start_process_groups(num_instances: int = 1) -> None:
-    """Start torch's and Megatron's process groups in place of an earlier model's."""
+def start_process_groups(**sizes: int) -> None:
+    """Start torch's and Megatron's process groups in place of an earlier model's.
+
+    Args:
+        **sizes: As of ``initialize_model_parallel``.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -34,9 +39,7 @@ def start_process_groups(num_instances: int = 1) -> None:
         parallel_state.destroy_model_parallel()
     else:
         init_group()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=1, num_distributed_optimizer_instances=num_instances
-    )
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
