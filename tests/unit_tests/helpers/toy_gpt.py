@@ -64,14 +64,15 @@ def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str
     Two on four data-parallel ranks have eight samples. The samples decide how noisy losses are, and
     so the tolerances; microbatches decide how long a run takes.
     """
-    num_data_parallel = world_size // (2 if TP[0] in flags else 1) // _num_stages(flags)
+    num_data_parallel = world_size // _value(flags, TP[0]) // _value(flags, PP[0])
     size = 12 // (number * num_data_parallel)
     batch = size * number * num_data_parallel
     return ["--global-batch-size", str(batch), "--micro-batch-size", str(size)]
 
 
-def _num_stages(flags: Sequence[str]) -> int:
-    return int(flags[flags.index(PP[0]) + 1]) if PP[0] in flags else 1
+def _value(flags: Sequence[str], flag: str) -> int:
+    """Return the value of a flag that is 1 by default."""
+    return int(flags[flags.index(flag) + 1]) if flag in flags else 1
 
 
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
@@ -117,18 +118,16 @@ def _reference(
     before: Callable[[], None] | None,
 ) -> Run:
     num_tensor, num_expert_tensor, num_expert = (
-        int(flags[flags.index(flag) + 1]) if flag in flags else 1
-        for flag in (TP[0], EXPERT_TP, EP[-2])
+        _value(flags, flag) for flag in (TP[0], EXPERT_TP, EP[-2])
     )
     # Experts draw their first weights by their rank: without EP they would have others.
     in_stage = max(num_tensor, num_expert * num_expert_tensor)
     # So do the layers of a stage.
-    num_ranks = in_stage * _num_stages(flags)
+    num_ranks = in_stage * _value(flags, PP[0])
     size = size or num_samples * num_tensor // in_stage // num_microbatches
-    batches = ("--global-batch-size", str(num_samples), "--micro-batch-size")
-    arguments = toy_gpt(*flags, *batches, str(size))
+    batches = ("--global-batch-size", str(num_samples), "--micro-batch-size", str(size))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
-    return launch(num_ranks, arguments, before=before, env=env).check()
+    return launch(num_ranks, toy_gpt(*flags, *batches), before=before, env=env).check()
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:

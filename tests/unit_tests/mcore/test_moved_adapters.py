@@ -19,7 +19,9 @@ from types import SimpleNamespace
 import megatron.core
 import pytest
 from helpers.fsdp_v2 import needs_flags, v2_toy_gpt
-from helpers.ranks import ROOT
+from helpers.ranks import ROOT, run_ranks
+
+from megatron_muon import IncompatibleMegatronError, enable, is_enabled
 
 INSTALLED = Path(megatron.core.__file__).parents[1]
 V1, V2 = "mcore_adapter_v1", "mcore_adapter_v2"
@@ -30,9 +32,7 @@ def tree(tmp_path):
     """A copy to change; its version is that of the original."""
     shutil.copytree(INSTALLED, tmp_path / "megatron", ignore=shutil.ignore_patterns(".git"))
     info = tmp_path / "megatron" / "core" / "package_info.py"
-    from megatron.core.package_info import __version__
-
-    info.write_text(f"{info.read_text()}\n__version__ = {__version__!r}\n")
+    info.write_text(f"{info.read_text()}\n__version__ = {megatron.core.__version__!r}\n")
     return tmp_path
 
 
@@ -119,21 +119,26 @@ def test_wrappers_are_repaired_in_the_modules_of_nightly(tree):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
-def test_release_with_v2_whose_targets_are_elsewhere_is_refused(tree):
+def _enable_without_targets_of_v2() -> str:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    DistributedDataParallelConfig.megatron_fsdp_version = 1
+    vars(mcore_fsdp_adapter).pop("FullyShardedDataParallelV2", None)
+    with pytest.raises(IncompatibleMegatronError) as caught:
+        enable()
+    assert not is_enabled()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_release_with_v2_whose_targets_are_elsewhere_is_refused():
     """With the flag ``--megatron-fsdp-version`` a repair that finds no place is an error."""
-    config = tree / "megatron" / "core" / "distributed" / "distributed_data_parallel_config.py"
-    if "megatron_fsdp_version: int" not in (code := config.read_text()):
-        field = "    megatron_fsdp_version: int = 1\n"
-        at = re.search(r"^    \w+: \w+ = \w+\n", code, re.M).start()
-        config.write_text(code[:at] + field + code[at:])
-    replace_everywhere(tree, "FullyShardedDataParallelV2", "FsdpAdapter")
-    done = run_in(tree, "-c", "from megatron_muon import enable; enable()")
-    assert "IncompatibleMegatronError" in done.stderr
+    (text,) = run_ranks(1, _enable_without_targets_of_v2).check().results
     for name in ("__init__", "_validate_config"):
         symbol = f"mcore_fsdp_adapter:FullyShardedDataParallelV2.{name}"
-        assert f"{symbol}: expected it to exist, found AttributeError" in done.stderr
-    assert "nothing was changed" in done.stderr
+        assert f"{symbol}: expected it to exist, found AttributeError" in text
+    assert "nothing was changed" in text
 
 
 OWN_NORM = """
