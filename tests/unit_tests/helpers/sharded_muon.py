@@ -10,6 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
 from helpers.device import device, kind
 from helpers.device import init_group as init_group
 
@@ -34,8 +38,6 @@ QKV_ROWS = {1: [32], 2: [7, 25], 3: [0, 9, 23], 4: [1, 10, 0, 21], 8: [5, 6, 0, 
 
 def whole_matrix(shape: tuple[int, int], seed: int, block: int) -> Any:
     """Draw the same matrix on every rank of a shard group."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed + 10**6 * block)
     return torch.randn(shape, generator=generator).to(device())
 
@@ -46,9 +48,6 @@ def with_local(like: Any, local: Any) -> Any:
 
 
 def _dtensor(local: Any, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
-    import torch
-    from torch.distributed.tensor import DTensor
-
     # Of matrices and vectors: only their rows are sharded.
     shape, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -98,8 +97,6 @@ class Optimizers:
 
     def differences(self, atol: float = 0.0, rtol: float = 0.0) -> list[str]:
         """List parameters and momentum that differ from the reference's rows."""
-        import torch
-
         different = []
         for (value, momentum), (_, reference, part) in zip(self.state(), self.params, strict=True):
             rows = slice(*part.own_box[0])
@@ -143,7 +140,6 @@ def build_optimizers(
         whole: Class of the reference; None for upstream's Muon.
     """
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-    from torch.distributed.device_mesh import init_device_mesh
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
@@ -188,9 +184,6 @@ def _sharded_matrix(
     index: int, cols: int, rows: Sequence[int], mesh: Any, partition_dim: int
 ) -> tuple[Any, Any, Any]:
     """Make this rank's rows of a matrix as Megatron-FSDP does, the whole matrix, and the part."""
-    import torch
-    from torch.distributed.tensor import Replicate, Shard
-
     from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
 
     value = whole_matrix(

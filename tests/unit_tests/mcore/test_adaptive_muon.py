@@ -17,9 +17,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from helpers.device import device
 from helpers.ranks import run_cases, run_ranks
 from helpers.sharded_muon import build_optimizers, init_group, step_both, whole_matrix
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.ranks
 
@@ -50,7 +52,6 @@ def _adaptive(method: str, **options: Any) -> Any:
 def _step_adamuon(
     num_shards: int, grid: dict[str, int], comm_dtype: str, settings: dict[str, Any] | None = None
 ) -> list[str]:
-    import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
 
     class Whole(TensorParallelAdaptiveMuon):
@@ -82,7 +83,6 @@ def _step_adamuon(
 @contextmanager
 def _float64_sums(method: str, comm_dtype: str) -> Iterator[None]:
     """Let emerging-optimizers sum norms of rows in float64, where ranks add them up."""
-    import torch
     from helpers.whole_matrices import float64_normalize
 
     original = torch.linalg.vector_norm
@@ -105,8 +105,6 @@ def _block_indices(built: Any, index: int) -> list[Any]:
 
     Blocks are joined over these ranks where Newton-Schulz joins them.
     """
-    import torch
-
     from megatron_muon.plan.layout import block_rows
 
     param, reference, _ = built.params[index]
@@ -122,8 +120,6 @@ def _block_indices(built: Any, index: int) -> list[Any]:
 
 def _draw(built: Any, index: int, seed: int) -> Any:
     """Draw the elements of a matrix of all tensor-parallel ranks."""
-    import torch
-
     param, reference, _ = built.params[index]
     ranks = range(built.sharded.pg_collection.tp.size())
     is_cut = param.partition_dim >= 0
@@ -140,7 +136,6 @@ def _step_by_block(
     is_exact: bool = True,
 ) -> list[float]:
     """Step ours, and each block as a parameter of emerging-optimizers; return differences."""
-    import torch
     from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 
     settings = {"nesterov": True, "extra_scale_factor": 0.2, **(settings or {})}
@@ -232,8 +227,6 @@ def _step_shards_that_start_within_a_query_group() -> list[list[float]]:
 
 def _calls_of_many_blocks(num_layers: int = 24) -> dict[str, tuple[int, dict[str, int]]]:
     """Return by method the number of blocks, and the calls of a step that Muon's does not make."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
     class Counted(TorchDispatchMode):

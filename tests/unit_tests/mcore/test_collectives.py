@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers.ranks import run_ranks
 from helpers.toy_fsdp import build_model, build_optimizer, run_backward
 
@@ -23,8 +25,6 @@ NAMES = (
 @contextmanager
 def _logged(log: list[list[Any]]) -> Iterator[None]:
     """Note each collective: its name, the dtype and elements it is given, the size of its group."""
-    import torch
-    import torch.distributed as dist
 
     def noting(name: str, original: Any) -> Any:
         """Wrap one collective."""

@@ -8,9 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import Optimizers, step_both
 from helpers.toy_fsdp import build_model, build_optimizer
+from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.ranks
 
@@ -41,8 +43,6 @@ def _matrices(model: Any) -> list[tuple[Any, Any]]:
 
 def _wrong_rows(model: Any) -> list[str]:
     """Compare local rows, and the assembled matrix, with the weights before they were sharded."""
-    import torch
-
     from megatron_muon.rows.megatron_fsdp import shard_group, tensor_shard_rows
     from megatron_muon.runtime.exchange import all_gather_rows
 
@@ -61,7 +61,6 @@ def _wrong_rows(model: Any) -> list[str]:
 
 
 def _step_muon(model: Any, chain: Any) -> list[str]:
-    import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
     (muon,) = chain.muon_step.optimizers
@@ -97,9 +96,7 @@ def _step_lion(model: Any, chain: Any, sharding: str) -> list[Any]:
         Differences, types that Lion's updates see, the number of updates that its shards with rows
         should have and have, and whether its state is still made of the first DTensors.
     """
-    import torch
     from emerging_optimizers.scalar_optimizers import Lion
-    from torch.distributed.tensor import DTensor
 
     from megatron_muon.mcore.fsdp_model import named_optimizer_parameters
     from megatron_muon.step.lion import FSDPLion

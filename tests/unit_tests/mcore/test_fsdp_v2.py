@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoint_runs import (
     SAVED_AT,
     SCHEDULE,
@@ -118,7 +119,6 @@ def test_norm_and_zeros_of_adam_are_counted_once(flags):
 
 def _leave_one_unused() -> None:
     """Add a parameter to the layers that no forward pass uses."""
-    import torch
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     original = TransformerLayer.__init__

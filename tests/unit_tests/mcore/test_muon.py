@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.device import device, has_stacks
 from helpers.ranks import run_cases, run_ranks
 from helpers.sharded_muon import LAYOUTS, QKV_ROWS, build_optimizers, init_group, step_both
+from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.ranks
 
@@ -127,8 +129,6 @@ def _figures() -> list[list[list[float]]]:
 
 
 def _momentum_shapes() -> list[tuple[int, int]]:
-    from torch.distributed.tensor import DTensor
-
     optimizers = build_optimizers(4)
     params = [param for param, _, _ in optimizers.params]
     buffers = [optimizers.sharded.state[param]["momentum_buffer"] for param in params]
@@ -167,8 +167,6 @@ def _step_with_stored_momentum(dtype: Any, is_offloaded: bool) -> list[str]:
 
 def _disagree() -> list[str]:
     """Return the errors of parameters that rank 1 has frozen, named or sharded otherwise."""
-    import torch.distributed as dist
-
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
 
