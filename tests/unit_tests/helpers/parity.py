@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helpers.fsdp_v2 import V2, needs_flags
 from helpers.ranks import Run
 from helpers.toy_gpt import (
     BF16,
     FP32_GRADIENTS,
     NUM_ITERATIONS,
+    V2,
     ZERO,
     fsdp_toy_gpt,
+    needs_flags,
     reference,
     relative_differences,
     train,

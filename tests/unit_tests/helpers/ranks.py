@@ -156,6 +156,13 @@ def run_cases(
     return {name: [of_rank[name] for of_rank in by_rank] for name in cases}
 
 
+def cached_cases(
+    cases: Mapping[int, Mapping[str, Callable[[], Any]]],
+) -> Callable[[int], dict[str, list[Any]]]:
+    """Return :func:`run_cases` by number of ranks, which runs each world once."""
+    return functools.cache(lambda world_size: run_cases(world_size, cases[world_size]))
+
+
 def _run_all(cases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     device.init_group()
     return {name: case() for name, case in cases.items()}

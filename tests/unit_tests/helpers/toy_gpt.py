@@ -3,12 +3,16 @@
 """Flags of the toy GPT that the run-level tests train."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import gpt_flags
+import pytest
 from gpt_flags import FSDP, MUON, SMALL_GPT
 
+from helpers.device import has_megatron
 from helpers.ranks import Run, launch
 
 SEQ_LENGTH, NUM_ITERATIONS = 16, 8
@@ -51,6 +55,23 @@ BF16 = ("--bf16", "--lr", "2e-3", "--min-lr", "1e-4")
 FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 
 
+# Version 2, whose flags releases so far do not have.
+V2 = ("--megatron-fsdp-version", "2")
+
+
+def _has_flags_of_v2() -> bool:
+    spec = importlib.util.find_spec("megatron.core") if has_megatron() else None
+    if spec is None or spec.origin is None:
+        return False
+    return Path(spec.origin).with_name("optimizer").joinpath("fully_sharded_optimizer.py").exists()
+
+
+needs_flags = pytest.mark.skipif(
+    not _has_flags_of_v2(),
+    reason="needs a Megatron-LM checkout: check_compat.py --megatron DIR --steps v2_flags",
+)
+
+
 def toy_gpt(*flags: str) -> list[str]:
     """Return the flags of a toy GPT under DDP with Muon, then ``flags``."""
     left_out = {flag.removeprefix(_WITHOUT) for flag in flags if flag.startswith(_WITHOUT)}
@@ -78,6 +99,11 @@ def _value(flags: Sequence[str], flag: str) -> int:
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
     """Return the flags of the same model under Megatron-FSDP with a sharding strategy."""
     return toy_gpt(*FSDP.split(), "--data-parallel-sharding-strategy", sharding, *flags)
+
+
+def v2_toy_gpt(*flags: str) -> list[str]:
+    """Return the flags of the same model under version 2."""
+    return fsdp_toy_gpt(ZERO[3], *V2, *flags)
 
 
 def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **options: Any) -> Run:

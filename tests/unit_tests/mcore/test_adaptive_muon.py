@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.device import device
-from helpers.ranks import run_cases, run_ranks
+from helpers.ranks import cached_cases, run_ranks
 from helpers.sharded_muon import build_optimizers, init_group, step_both, whole_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -285,12 +285,7 @@ CASES_BY_WORLD = {
         "namo": functools.partial(_state_shapes, "namo", "duplicated"),
     },
 }
-
-
-@functools.cache
-def results(world_size: int) -> dict[str, list[Any]]:
-    """Return by case what each rank found."""
-    return run_cases(world_size, CASES_BY_WORLD[world_size])
+results = cached_cases(CASES_BY_WORLD)
 
 
 def test_blocks_under_each_tensor_parallel_mode():

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_cases
+from helpers.ranks import cached_cases
 from helpers.toy_fsdp import (
     are_equal,
     build_model,
@@ -288,9 +288,4 @@ CASES = {
     3: {"step alone": _step_alone},
     4: {"outer ranks": _reduce_over_outer_ranks},
 }
-
-
-@functools.cache
-def results(world_size: int) -> dict[str, list[Any]]:
-    """Return by case what each rank found; each case has a model and process groups of its own."""
-    return run_cases(world_size, CASES[world_size])
+results = cached_cases(CASES)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_cases
+from helpers.ranks import cached_cases
 from helpers.toy_fsdp import build_model, build_optimizer, run_backward
 
 pytestmark = pytest.mark.ranks
@@ -70,15 +70,16 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
     return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
 
 
-@functools.cache
-def traces(world_size: int) -> dict[str, list[Any]]:
-    """Return by layout the traces of each rank of a world."""
-    cases = {
-        name: functools.partial(_trace, sharding, settings)
-        for name, (size, sharding, settings, _, _) in LAYOUTS.items()
-        if size == world_size
+traces = cached_cases(
+    {
+        world_size: {
+            name: functools.partial(_trace, sharding, settings)
+            for name, (size, sharding, settings, _, _) in LAYOUTS.items()
+            if size == world_size
+        }
+        for world_size in (2, 4)
     }
-    return run_cases(world_size, cases)
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

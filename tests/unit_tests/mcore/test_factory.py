@@ -3,7 +3,9 @@
 """Which optimizer each parameter goes to, against upstream's choice under DDP."""
 
 import functools
+import json
 import re
+from typing import Any
 
 import pytest
 from helpers.later_releases import pretend_emerging_optimizers_0_5
@@ -22,11 +24,10 @@ pytestmark = pytest.mark.ranks
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 ONE_ITERATION = ("--train-iters", "1", "--lr-warmup-iters", "0")
 SKIP_ROUTER = "--moe-router-skip-muon"
-ROUTE = re.compile(r"^ROUTE (\S+) (\S+) (\S+) (\S+) (\S+)$", re.M)
 
 
 def _print_routes() -> None:
-    """Print name, optimizer, is_expert, wd_mult and max_lr of every parameter once it is built."""
+    """Print optimizer, is_expert, wd_mult and max_lr of every parameter once they are built."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from megatron.training import training
 
@@ -34,30 +35,23 @@ def _print_routes() -> None:
 
     def get_megatron_optimizer(config, model, **kwargs):
         optimizer = original(config, model, **kwargs)
-        names = {id(param): name for name, param in model[0].named_parameters()}
-        for child in optimizer.chained_optimizers:
-            inner = child.optimizer
+        names = {param: name.replace("module.", "") for name, param in model[0].named_parameters()}
+        found = {}
+        for inner in (child.optimizer for child in optimizer.chained_optimizers):
             name = type(inner).__name__.removeprefix("FSDP")
             kind = "muon" if isinstance(inner, TensorParallelMuon) else name
             for group in inner.param_groups:
-                for param in group["params"]:
-                    print(
-                        "ROUTE",
-                        names[id(param)].replace("module.", ""),
-                        kind,
-                        group["is_expert_parallel"],
-                        group["wd_mult"],
-                        group["max_lr"],
-                        flush=True,
-                    )
+                route = [kind, *(group[key] for key in ("is_expert_parallel", "wd_mult", "max_lr"))]
+                found |= {names[param]: route for param in group["params"]}
+        print("ROUTES", json.dumps(found), flush=True)
         return optimizer
 
     training.get_megatron_optimizer = get_megatron_optimizer
 
 
-def routes(run: Run) -> list[dict[str, tuple[str, ...]]]:
+def routes(run: Run) -> list[dict[str, list[Any]]]:
     """Parse what :func:`_print_routes` printed on each rank."""
-    return [{m[1]: m.groups()[1:] for m in ROUTE.finditer(text)} for text in run.outputs]
+    return [json.loads(re.search("^ROUTES (.*)$", text, re.M)[1]) for text in run.outputs]
 
 
 ADAM_MOE = (
@@ -90,7 +84,7 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
 
 def test_plan_is_logged_where_asked():
     """Experts over their data-parallel ranks, dense matrices over all, with owners' loads."""
-    # Megatron-FSDP turns the second flag on itself: it does not mean the layer-wise optimizer here.
+    # Megatron-FSDP turns the last flag on itself: it does not mean the layer-wise optimizer here.
     flags = (*EP, *ONE_ITERATION, "--muon-fsdp-log-plan", "--use-distributed-optimizer")
     run = launch(4, fsdp_toy_gpt("optim_grads_params", *flags)).check()
     text = run.outputs[0]

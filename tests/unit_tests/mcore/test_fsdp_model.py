@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.ranks import cached_cases
 from helpers.sharded_muon import Optimizers, step_both
 from helpers.toy_fsdp import build_model, build_optimizer
 from torch.distributed.tensor import DTensor
@@ -143,24 +143,25 @@ def _own_rows(param: Any, sharding: str) -> tuple[int, int]:
     return (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
 
 
-def _check(world_size: int) -> dict[str, list[Any]]:
-    """Return by sharding the wrong rows, the number of empty shards, and results of both steps."""
-    found = {}
-    for name, (num_ranks, sharding, settings) in SHARDINGS.items():
-        if num_ranks == world_size:
-            model = build_model(sharding, **settings)
-            wrong_rows = _wrong_rows(model)
-            num_empty = sum(param._local_tensor.numel() == 0 for param, _ in _matrices(model))
-            chain = build_optimizer(model, muon_nesterov=True, muon_scalar_optimizer="lion")
-            of_muon, of_lion = _step_muon(model, chain), _step_lion(model, chain, sharding)
-            found[name] = [wrong_rows, num_empty, of_muon, of_lion]
-    return found
+def _step(sharding: str, settings: dict[str, Any]) -> list[Any]:
+    """Return the wrong rows, the number of empty shards, and results of both steps."""
+    model = build_model(sharding, **settings)
+    wrong_rows = _wrong_rows(model)
+    num_empty = sum(param._local_tensor.numel() == 0 for param, _ in _matrices(model))
+    chain = build_optimizer(model, muon_nesterov=True, muon_scalar_optimizer="lion")
+    return [wrong_rows, num_empty, _step_muon(model, chain), _step_lion(model, chain, sharding)]
 
 
-@functools.cache
-def results(world_size: int) -> list[dict[str, Any]]:
-    """Return what each rank of a world found, which has all models of its size."""
-    return run_ranks(world_size, _check, world_size).check().results
+results = cached_cases(
+    {
+        world_size: {
+            name: functools.partial(_step, sharding, settings)
+            for name, (size, sharding, settings) in SHARDINGS.items()
+            if size == world_size
+        }
+        for world_size in (2, 3, 4)
+    }
+)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
@@ -171,7 +172,7 @@ def test_steps_on_megatron_fsdp_shards_equal_whole_matrices(name):
     uneven placements: it sees local tensors, skips empty shards and keeps the DTensors of its
     state, which checkpoints hold.
     """
-    by_rank = [of_rank[name] for of_rank in results(SHARDINGS[name][0])]
+    by_rank = results(SHARDINGS[name][0])[name]
     for wrong_rows, _, of_muon, of_lion in by_rank:
         assert wrong_rows == [] and of_muon == []
         different, seen, num_expected, num_updates, is_kept = of_lion

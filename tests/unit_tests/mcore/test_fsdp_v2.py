@@ -20,7 +20,6 @@ from helpers.checkpoint_runs import (
     resumed_run,
     saved_run,
 )
-from helpers.fsdp_v2 import V2, needs_flags, v2_toy_gpt
 from helpers.parity import HIGH, HIGH_TOLERANCE, norms
 from helpers.ranks import launch
 from helpers.repairs import without
@@ -31,11 +30,14 @@ from helpers.toy_gpt import (
     PP,
     TIED,
     TP,
+    V2,
     ZERO,
     fsdp_toy_gpt,
+    needs_flags,
     relative_differences,
     toy_gpt,
     train,
+    v2_toy_gpt,
 )
 
 pytestmark = [pytest.mark.ranks, needs_flags]

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.ranks import run_cases
+from helpers.ranks import cached_cases
 from helpers.sharded_muon import Optimizers, step_both, whole_matrix
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -134,20 +134,18 @@ def _cast() -> None:
     assert first.grad is None
 
 
-@functools.cache
-def results() -> dict[str, list[Any]]:
-    """Return by case what each rank found; a model's optimizer and chunk are its own."""
-    stepped = {name: functools.partial(_step, name) for name in MESHES}
-    return run_cases(4, {**stepped, "attributes": _copy_attributes, "gradients": _cast})
+# A model's optimizer and chunk are its own.
+STEPS = {name: functools.partial(_step, name) for name in MESHES}
+results = cached_cases({4: {**STEPS, "attributes": _copy_attributes, "gradients": _cast}})
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_step_is_upstreams_on_whole_matrices(name):
     """Momentum, blocks and updates of uneven rows, with shards on one axis and on two."""
-    assert results()[name] == [[]] * 4
+    assert results(4)[name] == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["attributes", "gradients"])
 def test_shards_have_attributes_of_megatron_and_gradients_in_fp32(name):
     """Gradients are cast, or refused if replicas differ."""
-    assert results()[name] == [None] * 4
+    assert results(4)[name] == [None] * 4

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 import megatron.core
 import pytest
-from helpers.fsdp_v2 import needs_flags, v2_toy_gpt
 from helpers.ranks import ROOT, run_ranks
+from helpers.toy_gpt import needs_flags, v2_toy_gpt
 
 from megatron_muon import IncompatibleMegatronError, enable, is_enabled
 
@@ -34,13 +34,6 @@ def tree(tmp_path):
     info = tmp_path / "megatron" / "core" / "package_info.py"
     info.write_text(f"{info.read_text()}\n__version__ = {megatron.core.__version__!r}\n")
     return tmp_path
-
-
-def replace_everywhere(tree: Path, old: str, new: str) -> None:
-    """Replace a text in all modules."""
-    for path in tree.rglob("*.py"):
-        if old in (code := path.read_text()):
-            path.write_text(code.replace(old, new))
 
 
 def move_adapters(tree: Path) -> None:
@@ -69,21 +62,25 @@ def move_adapters(tree: Path) -> None:
             parts[""] += [f"\n\nfrom .{module} import {', '.join(classes)}\n"]
     path.write_text("".join(parts[""]))
     name = "import FullyShardedDataParallelV2"
-    replace_everywhere(tree, f"fsdp.mcore_fsdp_adapter {name}", f"fsdp.{V2} {name}")
+    for importer in tree.rglob("*.py"):
+        if (old := f"fsdp.mcore_fsdp_adapter {name}") in (code := importer.read_text()):
+            importer.write_text(code.replace(old, f"fsdp.{V2} {name}"))
 
 
-def run_in(tree: Path, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess:
-    """Run Python with a tree in place of the installed megatron."""
+def run_in(tree: Path, *arguments: str) -> str:
+    """Run Python with a tree in place of the installed megatron, and return what it prints."""
     folders = [str(tree), str(ROOT), str(ROOT / "scripts")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         cwd=tree,
         env=environment,
-        timeout=timeout_s,
+        timeout=240.0,
     )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 MOVED = """
@@ -115,8 +112,7 @@ assert not is_wrapped(DistributedDataParallel.__new__(DistributedDataParallel))
 def test_wrappers_are_repaired_in_the_modules_of_nightly(tree):
     """Two repairs of v2 vanished without a word there, and no model counted as wrapped."""
     move_adapters(tree)
-    done = run_in(tree, "-c", MOVED)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in(tree, "-c", MOVED)
 
 
 def _enable_without_targets_of_v2() -> str:
@@ -154,9 +150,8 @@ def losses(tree: Path, *flags: str) -> list[str]:
     """Return losses and norms of two ranks, as logged."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "scripts" / name) for name in ("cpu_ranks", "pretrain_gpt.py")]
-    done = run_in(tree, *command, *v2_toy_gpt("--train-iters", "2", *flags))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = re.findall(r"lm loss: (\S+).*grad norm: (\S+) .*", done.stdout)
+    printed = run_in(tree, *command, *v2_toy_gpt("--train-iters", "2", *flags))
+    found = re.findall(r"lm loss: (\S+).*grad norm: (\S+) .*", printed)
     assert len(found) == 2
     return found
 
@@ -191,8 +186,7 @@ def test_norm_that_upstream_has_mended_is_left_alone(tree):
     """Pull request 6489: the repair went on top of it, and no list said that it was mended."""
     optimizer = tree / "megatron" / "core" / "optimizer" / "fully_sharded_optimizer.py"
     optimizer.write_text(optimizer.read_text() + OWN_NORM)
-    done = run_in(tree, "-c", MENDED)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in(tree, "-c", MENDED)
 
 
 def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):

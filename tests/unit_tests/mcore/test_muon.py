@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.device import device, has_stacks
-from helpers.ranks import run_cases, run_ranks
+from helpers.ranks import cached_cases, run_ranks
 from helpers.sharded_muon import build_optimizers, init_group, step_both
 
 pytestmark = pytest.mark.ranks
@@ -191,12 +191,7 @@ CASES = {
     },
     4: {"owners": _owners_of_copies, "figures": _figures},
 }
-
-
-@functools.cache
-def results(world_size: int) -> dict[str, list[Any]]:
-    """Return by case what each rank found."""
-    return run_cases(world_size, CASES[world_size])
+results = cached_cases(CASES)
 
 
 def test_tensor_parallel_replicas_are_orthogonalized_once():

@@ -94,17 +94,14 @@ def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
     from megatron_muon.mcore.relied_on import relied_on_problems
 
     assert relied_on_problems(has_v2=False) == []
-    signature = inspect.signature(TensorParallelMuon.__init__)
+    init = TensorParallelMuon.__init__
+    signature = inspect.signature(init)
+    # Megatron-LM's main has use_syrk.
     for name, is_known in (("use_syrk", True), ("ns_batch_size", False)):
         later = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-        # Megatron-LM's main has use_syrk.
-        parameters = {**signature.parameters, name: later}.values()
-        monkeypatch.setattr(
-            TensorParallelMuon.__init__,
-            "__signature__",
-            signature.replace(parameters=list(parameters)),
-            raising=False,
-        )
+        parameters = {**signature.parameters, name: later}
+        changed = signature.replace(parameters=list(parameters.values()))
+        monkeypatch.setattr(init, "__signature__", changed, raising=False)
         problems = relied_on_problems(has_v2=False)
         assert (problems == []) == is_known
         assert is_known or name in problems[0]

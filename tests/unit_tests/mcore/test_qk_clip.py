@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_cases
+from helpers.ranks import cached_cases
 from helpers.toy_fsdp import build_gpt, start_process_groups, wrap_gpt
 
 pytestmark = pytest.mark.ranks
@@ -142,12 +142,7 @@ CASES: dict[int, dict[str, Callable[[], Any]]] = {
     3: {"grouped_fp32": functools.partial(_clip_both, False, 1, "optim_grads_params", False)},
     4: {"latent_tp2": functools.partial(_clip_both, True, 2, "optim_grads", False)},
 }
-
-
-@functools.cache
-def results(world_size: int) -> dict[str, list[Any]]:
-    """Return by case what each rank found."""
-    return run_cases(world_size, CASES[world_size])
+results = cached_cases(CASES)
 
 
 @pytest.mark.parametrize(

@@ -113,20 +113,6 @@ def _modules() -> Any:
     return chunk
 
 
-def _tags(splits: Splits) -> dict[str, tuple[int, ...]]:
-    from megatron_muon.mcore.splits import tag_blocks
-
-    chunk = _modules()
-    tag_blocks(chunk, splits, lambda param: param.shape[0])
-    for param in chunk.parameters():
-        assert getattr(param, "is_qkv", False) == hasattr(param, "qkv_split_shapes")
-    return {
-        name: tuple(param.qkv_split_shapes)
-        for name, param in chunk.named_parameters()
-        if hasattr(param, "qkv_split_shapes")
-    }
-
-
 QKV = {"attention.linear_qkv.weight": (8, 4, 4)}
 GLU = {
     "mlp.linear_fc1.weight": (20, 20),
@@ -159,18 +145,23 @@ MLA = {"latent.linear_q_proj.weight": (5, 3), "latent.linear_kv_up_proj.weight":
     ids=str,
 )
 def test_parameters_are_tagged_by_the_module_that_holds_them(splits, expected):
-    """By default what upstream tags; each flag adds its own, and heads are attention's alone."""
-    assert _tags(splits) == expected
+    """By default what upstream tags; each flag adds its own, and heads are attention's alone.
 
-
-def test_heads_are_marked_as_such():
-    """Tensor-parallel ranks do not join them; gate and up they do."""
+    Tensor-parallel ranks do not join heads, which are marked; gate and up they do.
+    """
     from megatron_muon.mcore.splits import tag_blocks
 
     chunk = _modules()
-    tag_blocks(chunk, Splits(per_head=True, glu=True), lambda param: param.shape[0])
-    marked = {name for name, p in chunk.named_parameters() if getattr(p, "is_split_by_head", False)}
-    assert marked == {"attention.linear_qkv.weight"}
+    tag_blocks(chunk, splits, lambda param: param.shape[0])
+    tagged, heads = {}, set()
+    for name, param in chunk.named_parameters():
+        assert getattr(param, "is_qkv", False) == hasattr(param, "qkv_split_shapes")
+        if hasattr(param, "qkv_split_shapes"):
+            tagged[name] = tuple(param.qkv_split_shapes)
+        if getattr(param, "is_split_by_head", False):
+            heads.add(name)
+    assert tagged == expected
+    assert heads == (expected.keys() - GLU.keys() if splits.per_head else set())
 
 
 def test_parts_of_a_query_group_stay_whole_or_are_refused():
