@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 ZERO_3 = ZERO[3]
 
 ADAM = ("--optimizer", "adam")
-# Flags that are added to those of the toy GPT under ZeRO-3, and the beginning of their refusal.
+# Flags that are added to those of the toy GPT under ZeRO-3, and a part of their refusal.
 REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),

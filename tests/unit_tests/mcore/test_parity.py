@@ -172,7 +172,10 @@ def check_flags(
     ],
 )
 def test_split_matrices_train_like_ddp_with_the_same_flags(world_size, model, flags):
-    """Upstream's own code splits what the flags tag, and each of them changes what is trained."""
+    """Upstream's own code splits what the flags tag, and each of them changes what is trained.
+
+    Flags among those of the model are left out in another row.
+    """
     check_flags(world_size, model, flags.split(), 10 * HIGH_TOLERANCE)
 
 
