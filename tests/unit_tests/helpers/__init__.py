@@ -12,7 +12,6 @@ toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone
 toy_gpt             flags of the toy GPT that runs train, by layout
 parity              losses and norms of runs beside those of DDP
 repairs             runs without one repair of upstream's code
-fsdp_v2             runs of Megatron-FSDP v2 through flags, on a checkout
 checkpoint_runs     runs that save and load, and kills of them
 broken_optimizers   ways to break Muon on purpose
 collective_timing   collectives that arrive late, or at once

@@ -7,11 +7,11 @@ None of them touches the reference, upstream's Muon under DDP.
 
 from typing import Any
 
+import torch
+
 
 def do_nothing() -> None:
     """Neither matrices nor anything else is ever updated."""
-    import torch
-
     update_no_matrix()
     torch.optim.Adam.step = torch.optim.AdamW.step = _idle_step
 
@@ -29,8 +29,6 @@ def _idle_step(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def update_only_rank_0() -> None:
     """Every rank joins the exchange, and all but rank 0 leave their rows as they were."""
-    import torch
-
     from megatron_muon.step.muon_step import MuonStep
 
     original = MuonStep.step

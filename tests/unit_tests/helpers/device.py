@@ -63,7 +63,6 @@ PIECES: dict[str, tuple[str, ...]] = {
         "mcore/test_chained_optimizer.py",
         "mcore/test_gradient_faults.py",
         "mcore/test_splits.py",
-        "mcore/test_lion.py",
     ),
     "fsdp2": (
         "fsdp2/test_layouts.py",
@@ -80,7 +79,6 @@ PIECES: dict[str, tuple[str, ...]] = {
     "training": (
         "repository/test_train_megatron_core.py",
         "checkpoint/test_resume.py",
-        "mcore/test_other_optimizers.py",
         "mcore/test_adaptive_muon.py",
     ),
 }

@@ -8,6 +8,8 @@ code. The tags themselves were run by hand (docs/support.md).
 
 from typing import Any
 
+import torch
+
 
 def pretend_emerging_optimizers_0_5() -> None:
     """Change the installed emerging-optimizers, in this process only.
@@ -15,7 +17,6 @@ def pretend_emerging_optimizers_0_5() -> None:
     Coefficients "cubic5", whose last number is 0 and of which all five steps must be taken; another
     least norm; more arguments; settings that cannot be set later; a count of steps in Lion's state.
     """
-    import torch
     from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
     from emerging_optimizers.scalar_optimizers import Lion
 

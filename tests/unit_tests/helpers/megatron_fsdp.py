@@ -14,6 +14,11 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as tensor
+from torch.distributed.device_mesh import init_device_mesh
+
 from helpers.device import kind
 from helpers.fsdp2_models import Part, Sharded, drawn
 
@@ -43,8 +48,6 @@ def is_main() -> bool:
 
 def has_grad_dtype() -> bool:
     """Return whether a gradient may have another dtype than its parameter: not in torch 2.9."""
-    import torch
-
     return hasattr(torch.Tensor, "grad_dtype")
 
 
@@ -55,9 +58,6 @@ def layouts() -> list[str]:
 
 def placements_of(letters: str) -> list[Any]:
     """Return the placements that the generation's ``fully_shard`` takes."""
-    import torch.distributed as dist
-    import torch.distributed.tensor as tensor
-
     if is_main():
         found = {"r": tensor.Replicate(), "s": tensor.Shard(0), "p": tensor.Partial("avg")}
     else:
@@ -67,8 +67,6 @@ def placements_of(letters: str) -> list[Any]:
 
 
 def _net(wholes: Sequence[Any], has_bias: bool) -> Any:
-    import torch
-
     class Net(torch.nn.Module):
         """Layers side by side, each on the first columns of the input."""
 
@@ -121,10 +119,6 @@ class ShardedNet:
         dtype: str = "float32",
         policy: Any = None,
     ) -> None:
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
         own = module_of("experimental")
         self._dtype = getattr(torch, dtype)
         letters, world = LAYOUTS[layout], dist.get_world_size()
@@ -159,8 +153,6 @@ class ShardedNet:
 
     def backward(self, step: int, num_microbatches: int = 1, num_used: int | None = None) -> None:
         """Compute gradients of inputs that each rank draws for itself."""
-        import torch.distributed as dist
-
         for i in range(num_microbatches):
             x = drawn((4, 18), 1000 * step + 100 * i + dist.get_rank()).to(self._dtype)
             is_last = i == num_microbatches - 1
@@ -173,9 +165,6 @@ class ShardedNet:
 
     def whole(self, name: str, like: Any) -> Any:
         """Assemble the shards of a tensor like a parameter, in float32."""
-        import torch
-        import torch.distributed as dist
-
         mine = (self._rows[name].start, like.to_local().float())
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
@@ -187,8 +176,6 @@ class ShardedNet:
 
     def set_grads(self, step: int) -> dict[str, Any]:
         """Set gradients that do not depend on the ranks, and return the whole ones."""
-        import torch
-
         wholes = {}
         for i, (name, param) in enumerate(self.named.items()):
             wholes[name] = drawn(param.shape, 5000 + 100 * step + i)
@@ -234,9 +221,6 @@ class Version1:
         copies: Sequence[int] = (),
         strategy: str = "optim_grads_params",
     ) -> None:
-        import torch
-        from torch.distributed.device_mesh import init_device_mesh
-
         mesh_shape, cut_dim = MESHES[layout]
         self.mesh = init_device_mesh(kind(), mesh_shape, mesh_dim_names=("outer", "fsdp", "tp"))
         tp_size, tp_rank = self.mesh.size(2), self.mesh.get_local_rank("tp")
@@ -269,8 +253,6 @@ class Version1:
             )
 
     def _shard(self, module: Any, unit: str, strategy: str) -> Any:
-        import torch
-
         package = "megatron.core.distributed.fsdp.src.megatron_fsdp"
         policy = importlib.import_module(f"{package}.mixed_precision").MixedPrecisionPolicy
         outer: dict[str, Any] = {}
@@ -306,8 +288,6 @@ class Version1:
 
 def _held_rows(param: Any, whole: Any) -> slice:
     """Find the rows that a rank holds by their values."""
-    import torch
-
     local = param.to_local()
     if not len(local):
         return slice(0, 0)
@@ -318,8 +298,6 @@ def _held_rows(param: Any, whole: Any) -> slice:
 
 def version_1(layout: str, is_even: bool, **options: Any) -> list[Sharded]:
     """Shard the even or the uneven matrices; raise if rows are not what the test is about."""
-    import torch.distributed as dist
-
     sharded = Version1(layout, *(EVEN if is_even else UNEVEN), **options)
     if options:
         return [*sharded.parameters]

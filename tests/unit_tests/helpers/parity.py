@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helpers.fsdp_v2 import V2, needs_flags
 from helpers.ranks import Run
 from helpers.toy_gpt import (
     BF16,
     FP32_GRADIENTS,
     NUM_ITERATIONS,
+    V2,
     ZERO,
     fsdp_toy_gpt,
+    needs_flags,
     reference,
     relative_differences,
     train,
@@ -34,6 +35,7 @@ from helpers.toy_gpt import (
 
 HIGH = ("--muon-fp32-matmul-prec", "high")
 HIGH_TOLERANCE, MEDIUM_TOLERANCE, BF16_TOLERANCE = 5e-7, 1e-5, 1.5e-4
+LEAST_GAIN = 0.2
 
 
 class Setting(NamedTuple):
@@ -44,12 +46,14 @@ class Setting(NamedTuple):
         losses: Largest relative difference of a loss.
         norms: Largest relative difference of a gradient norm.
         fsdp_flags: Further flags under Megatron-FSDP.
+        gain: Least decrease of the loss in all iterations; untrained, losses stay within 0.05.
     """
 
     flags: tuple[str, ...]
     losses: float
     norms: float
     fsdp_flags: tuple[str, ...] = ()
+    gain: float = LEAST_GAIN
 
 
 # Norms are sums of squares in another order, in fp32.
@@ -59,6 +63,8 @@ MEDIUM = Setting((), MEDIUM_TOLERANCE, 1e-4)
 IN_BF16 = Setting(BF16, BF16_TOLERANCE, 5e-3, FP32_GRADIENTS)
 # Version 2 reduces gradients of bf16 weights in bf16, whatever their dtype in buffers.
 V2_IN_BF16 = Setting(BF16, BF16_TOLERANCE, 1.5e-3)
+# Losses differ by up to 3e-4 where the clip moves them by 2e-2.
+CLIPPED = Setting(BF16, 1e-3, 5e-3, FP32_GRADIENTS, gain=0.1)
 ADAM = Setting(("--optimizer", "adam", "--lr", "2e-3"), HIGH_TOLERANCE, 1e-6)
 
 
@@ -109,8 +115,7 @@ def check_trains_like_ddp(
     of_norms = relative_differences(norms(run), norms(expected))
     print(f"largest relative difference of losses {max(losses):.1e}, of norms {max(of_norms):.1e}")
     assert len(losses) == NUM_ITERATIONS
-    # Untrained, losses stay within 0.05.
-    assert run.losses[-1] < run.losses[0] - 0.2
+    assert run.losses[-1] < run.losses[0] - setting.gain
     assert max(losses) <= setting.losses, losses
     assert max(of_norms) <= setting.norms, of_norms
 

@@ -139,6 +139,35 @@ def run_ranks(
         )
 
 
+def run_cases(
+    world_size: int, cases: Mapping[str, Callable[[], Any]], *, timeout_s: float = 240.0
+) -> dict[str, list[Any]]:
+    """Run functions one after the other in one world, which starts once for all of them.
+
+    Args:
+        world_size: Number of ranks; the group of all of them is started.
+        cases: Functions without arguments, by name; as ``function`` of :func:`run_ranks`.
+        timeout_s: Seconds after which all ranks are killed, which fails all cases.
+
+    Returns:
+        What each rank returned, by name.
+    """
+    by_rank = run_ranks(world_size, _run_all, dict(cases), timeout_s=timeout_s).check().results
+    return {name: [of_rank[name] for of_rank in by_rank] for name in cases}
+
+
+def cached_cases(
+    cases: Mapping[int, Mapping[str, Callable[[], Any]]],
+) -> Callable[[int], dict[str, list[Any]]]:
+    """Return :func:`run_cases` by number of ranks, which runs each world once."""
+    return functools.cache(lambda world_size: run_cases(world_size, cases[world_size]))
+
+
+def _run_all(cases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    device.init_group()
+    return {name: case() for name, case in cases.items()}
+
+
 def _wait(ranks: Sequence[Any], timeout_s: float, backend: str) -> None:
     """Wait until ranks have ended, or for as long as they may take."""
     deadline = time.monotonic() + timeout_s

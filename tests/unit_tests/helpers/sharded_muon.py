@@ -2,15 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on hand-made row shards, beside upstream's Muon on the whole matrices."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers.device import device, kind
 from helpers.device import init_group as init_group
-from helpers.layouts import rows_cut_at
 
 # Rows of each rank, for (rows, cols); tall, wide and square, uneven, empty and one-row shards.
 LAYOUTS: dict[int, list[tuple[int, list[int]]]] = {
@@ -33,61 +38,54 @@ QKV_ROWS = {1: [32], 2: [7, 25], 3: [0, 9, 23], 4: [1, 10, 0, 21], 8: [5, 6, 0, 
 
 def whole_matrix(shape: tuple[int, int], seed: int, block: int) -> Any:
     """Draw the same matrix on every rank of a shard group."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed + 10**6 * block)
     return torch.randn(shape, generator=generator).to(device())
 
 
 def with_local(like: Any, local: Any) -> Any:
     """Wrap local rows as a DTensor with the mesh, placements and global shape of another."""
-    from torch.distributed.tensor import DTensor
+    return _dtensor(local, like.device_mesh, like.placements, like.shape)
 
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+
+def _dtensor(local: Any, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+    # Of matrices and vectors: only their rows are sharded.
+    shape, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 @dataclass
 class Optimizers:
-    """Muon on shards and upstream's Muon, over the same parameters.
+    """An optimizer on row shards and the reference on whole parameters.
 
     Args:
-        sharded: Ours, with a ``muon_step`` over it alone, whose ``step`` and ``compute`` it has.
-        whole: Upstream's, on the tensor-parallel-local matrices.
-        params: DTensor parameters, and the whole ones, and what the first are shards of.
+        sharded: Ours; its ``step`` steps the shards.
+        whole: Upstream's, on tensor-parallel-local parameters.
+        params: Sharded parameter, whole one, and a part with the ``name`` and ``own_box`` of the
+            first, for each parameter.
         tensor_rank: Position of this rank in the tensor group.
+        key: Name of the momentum in the state of both.
     """
 
     sharded: Any
     whole: Any
     params: list[tuple[Any, Any, Any]]
-    tensor_rank: int
+    tensor_rank: int = 0
+    key: str = "momentum_buffer"
 
     def set_gradients(self, step: int) -> None:
         """Give both the same gradients."""
-        for index, (param, reference, matrix) in enumerate(self.params):
-            grad = whole_matrix(reference.shape, 1000 * step + index, self._block(param))
-            start, stop = matrix.own_box[0]
+        for index, (param, reference, part) in enumerate(self.params):
+            block = self.tensor_rank if getattr(param, "partition_dim", -1) >= 0 else 0
+            grad = whole_matrix(reference.shape, 1000 * step + index, block)
+            start, stop = part.own_box[0]
             reference.grad = grad.clone()
             # As Megatron-FSDP attaches gradients: none where the shard is empty.
             param.grad = with_local(param, grad[start:stop].clone()) if stop > start else None
 
-    def _block(self, param: Any) -> int:
-        return self.tensor_rank if param.partition_dim >= 0 else 0
-
     def state(self) -> list[tuple[Any, Any]]:
         """Copy the local parameters and their momentum."""
         return [
-            (
-                param._local_tensor.clone(),
-                self.sharded.state[param]["momentum_buffer"]._local_tensor.clone(),
-            )
+            (param._local_tensor.clone(), self.sharded.state[param][self.key]._local_tensor.clone())
             for param, _, _ in self.params
         ]
 
@@ -95,24 +93,20 @@ class Optimizers:
         """Copy back what :meth:`state` returned."""
         for (param, _, _), (value, momentum) in zip(self.params, state, strict=True):
             param._local_tensor.copy_(value)
-            self.sharded.state[param]["momentum_buffer"]._local_tensor.copy_(momentum)
+            self.sharded.state[param][self.key]._local_tensor.copy_(momentum)
 
     def differences(self, atol: float = 0.0, rtol: float = 0.0) -> list[str]:
         """List parameters and momentum that differ from the reference's rows."""
-        import torch
-
         different = []
-        for (value, momentum), (_, reference, matrix) in zip(
-            self.state(), self.params, strict=True
-        ):
-            rows = slice(*matrix.own_box[0])
-            expected = self.whole.state[reference]["momentum_buffer"][rows]
+        for (value, momentum), (_, reference, part) in zip(self.state(), self.params, strict=True):
+            rows = slice(*part.own_box[0])
+            expected = self.whole.state[reference][self.key][rows]
             # Offloaded momentum is in CPU memory.
             if not torch.equal(momentum.to(expected), expected):
-                different.append(f"{matrix.name}: momentum")
+                different.append(f"{part.name}: momentum")
             if not torch.allclose(value, reference[rows], atol=atol, rtol=rtol):
                 worst = (value - reference[rows]).abs().max().item()
-                different.append(f"{matrix.name}: parameter, by up to {worst:.1e}")
+                different.append(f"{part.name}: parameter, by up to {worst:.1e}")
         return different
 
 
@@ -146,51 +140,28 @@ def build_optimizers(
         whole: Class of the reference; None for upstream's Muon.
     """
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-    from torch.distributed.device_mesh import init_device_mesh
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
 
     names = ("replica", "shard", "tensor")
-    mesh = init_device_mesh(
-        kind(), (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
-    )
+    shape = (num_replicas, num_shards, num_tensor_ranks)
+    mesh = init_device_mesh(kind(), shape, mesh_dim_names=names)
     tensor = mesh["tensor"].get_group()
-    params = []
     cases = cases or [*LAYOUTS[num_shards], (24, QKV_ROWS[num_shards])]
+    params = []
     for index, (cols, rows) in enumerate(cases):
-        layout = rows_cut_at(sum(rows), cols, list(rows))
-        param, reference = _parameter_and_reference(
-            index,
-            layout,
-            mesh,
-            is_qkv=blocks is not None or index == len(cases) - 1,
-            split_shapes=blocks[index] if blocks is not None else None,
-        )
+        is_qkv = blocks is not None or index == len(cases) - 1
+        dim = (0, 1, -1)[0 if is_qkv else index % 3] if num_tensor_ranks > 1 else -1
+        param, reference, part = _sharded_matrix(index, cols, rows, mesh, dim)
+        param.is_qkv = reference.is_qkv = is_qkv
+        if blocks is not None:
+            param.qkv_split_shapes = reference.qkv_split_shapes = list(blocks[index])
         if by_head and by_head[index]:
             # Upstream joins what is sharded.
             param.is_split_by_head, reference.partition_dim = True, -1
-        part = _part(f"layer.{index}.weight", param, layout, mesh)
         params.append((param, reference, part))
-    arguments = _arguments(tensor) | (settings or {})
-    muon = (sharded or FSDPZeROTensorParallelMuon)(
-        [param for param, _, _ in params],
-        tensor_shards={param: part for param, _, part in params},
-        **arguments,
-    )
-    muon.muon_step = build_muon_step([muon], ExchangeSettings(**(exchange or {})))
-    muon.step, muon.engine = muon.muon_step.step, muon.muon_step.engine
-    return Optimizers(
-        muon,
-        (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),
-        params,
-        tensor.rank(),
-    )
-
-
-def _arguments(tensor: Any) -> dict[str, Any]:
-    """Return the arguments of both optimizers, for a group of tensor-parallel ranks."""
-    return {
+    arguments = {
         "lr": 0.02,
         "weight_decay": 0.1,
         "nesterov": True,
@@ -198,77 +169,56 @@ def _arguments(tensor: Any) -> dict[str, Any]:
         "is_qkv_fn": lambda param: param.is_qkv,
         "qkv_split_shapes": QKV_SPLIT,
         "pg_collection": SimpleNamespace(tp=tensor, expt_tp=tensor, gtp_remat=None),
-        "tp_mode": "duplicated" if tensor.size() > 1 else "blockwise",
+        "tp_mode": "duplicated" if num_tensor_ranks > 1 else "blockwise",
+        **(settings or {}),
     }
+    shards = {param: part for param, _, part in params}
+    muon = (sharded or FSDPZeROTensorParallelMuon)([*shards], tensor_shards=shards, **arguments)
+    muon.muon_step = build_muon_step([muon], ExchangeSettings(**(exchange or {})))
+    muon.step, muon.engine = muon.muon_step.step, muon.muon_step.engine
+    reference = (whole or TensorParallelMuon)([each for _, each, _ in params], **arguments)
+    return Optimizers(muon, reference, params, tensor.rank())
 
 
-def _parameter_and_reference(
-    index: int, layout: Any, mesh: Any, *, is_qkv: bool, split_shapes: Sequence[int] | None
-) -> tuple[Any, Any]:
-    """Make this rank's rows of a matrix, and the whole matrix that upstream steps."""
-    import torch
+def _sharded_matrix(
+    index: int, cols: int, rows: Sequence[int], mesh: Any, partition_dim: int
+) -> tuple[Any, Any, Any]:
+    """Make this rank's rows of a matrix as Megatron-FSDP does, the whole matrix, and the part."""
+    from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
 
-    tensor = mesh["tensor"].get_group()
-    partition_dim = (0, 1, -1)[0 if is_qkv else index % 3] if tensor.size() > 1 else -1
-    shape = (layout.num_rows, layout.num_cols)
-    value = whole_matrix(shape, index, tensor.rank() * (partition_dim >= 0))
-    reference = torch.nn.Parameter(value.clone())
-    start, stop = layout.shards[mesh["shard"].get_group().rank()]
-    param = _sharded_parameter(value, slice(start, stop), mesh, partition_dim)
-    for each in (param, reference):
-        each.is_qkv, each.partition_dim = is_qkv, partition_dim
-        if split_shapes is not None:
-            each.qkv_split_shapes = list(split_shapes)
-    return param, reference
-
-
-def _sharded_parameter(whole: Any, rows: slice, mesh: Any, partition_dim: int) -> Any:
-    """Make a DTensor parameter of some rows of a matrix, as Megatron-FSDP does."""
-    import torch
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    shape, names, placements = list(whole.shape), ["replica", "shard"], [Replicate(), Shard(0)]
+    value = whole_matrix(
+        (sum(rows), cols), index, mesh.get_local_rank("tensor") * (partition_dim >= 0)
+    )
+    stops = list(itertools.accumulate(rows))
+    ranges = list(itertools.pairwise([0, *stops]))
+    local = value[slice(*ranges[mesh.get_local_rank("shard")])].clone()
+    shape, names, placements = list(value.shape), ["replica", "shard"], [Replicate(), Shard(0)]
+    view = as_dtensor(local, mesh["replica", "shard"], placements, value.shape)
     if partition_dim >= 0:
         shape[partition_dim] *= mesh["tensor"].size()
         names, placements = [*names, "tensor"], [*placements, Shard(partition_dim)]
-    param = torch.nn.Parameter(
-        DTensor.from_local(
-            whole[rows].clone(),
-            mesh[tuple(names)],
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=(shape[1], 1),
-        )
-    )
+    param = torch.nn.Parameter(_dtensor(local, mesh[tuple(names)], placements, shape))
+    reference = torch.nn.Parameter(value.clone())
+    param.partition_dim = reference.partition_dim = partition_dim
     # What is read of Megatron-FSDP beside its rows.
-    param.orig_param = torch.empty(whole.shape, device="meta")
-    index = SimpleNamespace(tp_dim="tensor", get_submesh=lambda names: mesh[names])
+    param.orig_param = torch.empty(value.shape, device="meta")
     buffers = SimpleNamespace(
-        dist_index=index,
+        dist_index=SimpleNamespace(tp_dim="tensor", get_submesh=lambda names: mesh[names]),
         param_to_param_group={param.orig_param: 0},
         parameter_groups=[SimpleNamespace(is_expert_param=False)],
     )
     param._megatron_fsdp_model = SimpleNamespace(param_and_grad_buffer=buffers)
-    return param
-
-
-def _part(name: str, param: Any, layout: Any, mesh: Any) -> Any:
-    """Describe the rows of a matrix that the ranks of this tensor-parallel rank hold."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
-
-    ranks = mesh.mesh[:, :, mesh.get_local_rank("tensor")].tolist()
-    cols = (0, layout.num_cols)
+    # The rows that all ranks of this tensor-parallel rank hold.
     boxes = {
-        rank: (rows, cols)
-        for replica in ranks
-        for rank, rows in zip(replica, layout.shards, strict=True)
+        rank: (held, (0, cols))
+        for replica in mesh.mesh[:, :, mesh.get_local_rank("tensor")].tolist()
+        for rank, held in zip(replica, ranges, strict=True)
     }
-    shape = (layout.num_rows, layout.num_cols)
-    view = as_dtensor(param._local_tensor, mesh["replica", "shard"], [Replicate(), Shard(0)], shape)
-    return PlannedParameter(name, param, view, known_boxes=boxes)
+    return (
+        param,
+        reference,
+        PlannedParameter(f"layer.{index}.weight", param, view, known_boxes=boxes),
+    )
 
 
 def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
@@ -279,9 +229,6 @@ def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> lis
 
 def step_both(optimizers: Optimizers, comm_dtype: str, num_steps: int = 3) -> None:
     """Step both, the reference with the norm of this ``comm_dtype``."""
-    from contextlib import nullcontext
-    from unittest import mock
-
     from helpers.whole_matrices import float64_normalize
 
     norm: Any = nullcontext()
@@ -297,7 +244,6 @@ def step_both(optimizers: Optimizers, comm_dtype: str, num_steps: int = 3) -> No
 @contextmanager
 def split_always(num_parts: int) -> Iterator[None]:
     """Split every matrix that may be split over this many owners, whether it pays or not."""
-    from unittest import mock
 
     def choose(matrices: Sequence[Any], *_: Any) -> list[int]:
         """Split all, over at most the ranks that there are."""

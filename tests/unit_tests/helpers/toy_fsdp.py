@@ -4,6 +4,9 @@
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from helpers.device import device, init_group
 
 VOCAB_SIZE, SEQ_LENGTH = 48, 8
@@ -17,7 +20,8 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
     import megatron_muon
 
     megatron_muon.enable()
-    start_process_groups(ddp_settings.get("num_distributed_optimizer_instances", 1))
+    instances = "num_distributed_optimizer_instances"
+    start_process_groups(**{instances: ddp_settings.get(instances, 1)})
     gpt = build_gpt()
     whole = {name: param.detach().clone() for name, param in gpt.named_parameters()}
     model = wrap_gpt(gpt, sharding, **ddp_settings)
@@ -25,18 +29,19 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
     return model
 
 
-def start_process_groups(num_instances: int = 1) -> None:
-    """Start torch's and Megatron's process groups in place of an earlier model's."""
-    import torch.distributed as dist
+def start_process_groups(**sizes: int) -> None:
+    """Start torch's and Megatron's process groups in place of an earlier model's.
+
+    Args:
+        **sizes: As of ``initialize_model_parallel``.
+    """
     from megatron.core import parallel_state
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
     else:
         init_group()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=1, num_distributed_optimizer_instances=num_instances
-    )
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
@@ -46,7 +51,6 @@ def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
         is_tied: Whether the embedding is the output layer too.
         **config_settings: Fields of its ``TransformerConfig``.
     """
-    import torch
     from megatron.core import tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -147,8 +151,6 @@ def run_backward(
     """
     import contextlib
 
-    import torch
-    import torch.distributed as dist
     from megatron.core.pipeline_parallel.schedules import custom_backward
 
     rank = dist.get_rank() if data_of_rank is None else data_of_rank
@@ -174,8 +176,6 @@ def main_weights(model: Any) -> dict[str, Any]:
 
 def are_equal(first: dict[str, Any], second: dict[str, Any]) -> list[bool]:
     """Compare the tensors of ``first`` with those of the same names, bit for bit."""
-    import torch
-
     return [torch.equal(first[name], second[name]) for name in first]
 
 
@@ -184,8 +184,6 @@ def model_weights(model: Any) -> list[Any]:
 
     As integers: the buffer's padding is uninitialized, and a NaN there would differ from itself.
     """
-    import torch
-
     return [
         group.model_weight_buffer.data.clone().view(torch.int32)
         for group in model.param_and_grad_buffer.parameter_groups

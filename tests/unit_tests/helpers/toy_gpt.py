@@ -3,12 +3,16 @@
 """Flags of the toy GPT that the run-level tests train."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import gpt_flags
+import pytest
 from gpt_flags import FSDP, MUON, SMALL_GPT
 
+from helpers.device import has_megatron
 from helpers.ranks import Run, launch
 
 SEQ_LENGTH, NUM_ITERATIONS = 16, 8
@@ -51,6 +55,23 @@ BF16 = ("--bf16", "--lr", "2e-3", "--min-lr", "1e-4")
 FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 
 
+# Version 2, whose flags releases so far do not have.
+V2 = ("--megatron-fsdp-version", "2")
+
+
+def _has_flags_of_v2() -> bool:
+    spec = importlib.util.find_spec("megatron.core") if has_megatron() else None
+    if spec is None or spec.origin is None:
+        return False
+    return Path(spec.origin).with_name("optimizer").joinpath("fully_sharded_optimizer.py").exists()
+
+
+needs_flags = pytest.mark.skipif(
+    not _has_flags_of_v2(),
+    reason="needs a Megatron-LM checkout: check_compat.py --megatron DIR --steps v2_flags",
+)
+
+
 def toy_gpt(*flags: str) -> list[str]:
     """Return the flags of a toy GPT under DDP with Muon, then ``flags``."""
     left_out = {flag.removeprefix(_WITHOUT) for flag in flags if flag.startswith(_WITHOUT)}
@@ -64,19 +85,25 @@ def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str
     Two on four data-parallel ranks have eight samples. The samples decide how noisy losses are, and
     so the tolerances; microbatches decide how long a run takes.
     """
-    num_data_parallel = world_size // (2 if TP[0] in flags else 1) // _num_stages(flags)
+    num_data_parallel = world_size // _value(flags, TP[0]) // _value(flags, PP[0])
     size = 12 // (number * num_data_parallel)
     batch = size * number * num_data_parallel
     return ["--global-batch-size", str(batch), "--micro-batch-size", str(size)]
 
 
-def _num_stages(flags: Sequence[str]) -> int:
-    return int(flags[flags.index(PP[0]) + 1]) if PP[0] in flags else 1
+def _value(flags: Sequence[str], flag: str) -> int:
+    """Return the value of a flag that is 1 by default."""
+    return int(flags[flags.index(flag) + 1]) if flag in flags else 1
 
 
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
     """Return the flags of the same model under Megatron-FSDP with a sharding strategy."""
     return toy_gpt(*FSDP.split(), "--data-parallel-sharding-strategy", sharding, *flags)
+
+
+def v2_toy_gpt(*flags: str) -> list[str]:
+    """Return the flags of the same model under version 2."""
+    return fsdp_toy_gpt(ZERO[3], *V2, *flags)
 
 
 def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **options: Any) -> Run:
@@ -117,18 +144,16 @@ def _reference(
     before: Callable[[], None] | None,
 ) -> Run:
     num_tensor, num_expert_tensor, num_expert = (
-        int(flags[flags.index(flag) + 1]) if flag in flags else 1
-        for flag in (TP[0], EXPERT_TP, EP[-2])
+        _value(flags, flag) for flag in (TP[0], EXPERT_TP, EP[-2])
     )
     # Experts draw their first weights by their rank: without EP they would have others.
     in_stage = max(num_tensor, num_expert * num_expert_tensor)
     # So do the layers of a stage.
-    num_ranks = in_stage * _num_stages(flags)
+    num_ranks = in_stage * _value(flags, PP[0])
     size = size or num_samples * num_tensor // in_stage // num_microbatches
-    batches = ("--global-batch-size", str(num_samples), "--micro-batch-size")
-    arguments = toy_gpt(*flags, *batches, str(size))
+    batches = ("--global-batch-size", str(num_samples), "--micro-batch-size", str(size))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
-    return launch(num_ranks, arguments, before=before, env=env).check()
+    return launch(num_ranks, toy_gpt(*flags, *batches), before=before, env=env).check()
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:

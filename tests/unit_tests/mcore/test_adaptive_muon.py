@@ -17,13 +17,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from helpers.device import device
-from helpers.ranks import run_ranks
+from helpers.ranks import cached_cases, run_ranks
 from helpers.sharded_muon import build_optimizers, init_group, step_both, whole_matrix
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.ranks
 
-NUM_STEPS = 3
 # A long, a wide and a square matrix; with two shards a wide and a long one more, which tensor
 # parallelism cuts in rows and in columns; query, key and value, of which the last two are wide.
 CASES = {
@@ -49,12 +50,8 @@ def _adaptive(method: str, **options: Any) -> Any:
 
 
 def _step_adamuon(
-    num_shards: int,
-    grid: dict[str, int],
-    exchange: dict[str, Any],
-    settings: dict[str, Any] | None = None,
+    num_shards: int, grid: dict[str, int], comm_dtype: str, settings: dict[str, Any] | None = None
 ) -> list[str]:
-    import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
 
     class Whole(TensorParallelAdaptiveMuon):
@@ -68,25 +65,24 @@ def _step_adamuon(
     built = build_optimizers(
         num_shards,
         {"scale_mode": "spectral", "extra_scale_factor": 0.2, "beta2": 0.9, **(settings or {})},
-        exchange,
+        {"comm_dtype": comm_dtype},
         sharded=_adaptive("adamuon"),
         whole=Whole,
         **grid,
     )
-    step_both(built, exchange.get("comm_dtype", ""), NUM_STEPS)
+    step_both(built, comm_dtype)
     different = built.differences()
-    for param, reference, matrix in built.params:
+    for param, reference, part in built.params:
         found = built.sharded.state[param]["moment2_buffer"]._local_tensor
-        expected = built.whole.state[reference]["moment2_buffer"][slice(*matrix.own_box[0])]
+        expected = built.whole.state[reference]["moment2_buffer"][slice(*part.own_box[0])]
         if not torch.equal(found, expected):
-            different.append(f"{matrix.name}: second moment")
+            different.append(f"{part.name}: second moment")
     return different
 
 
 @contextmanager
 def _float64_sums(method: str, comm_dtype: str) -> Iterator[None]:
     """Let emerging-optimizers sum norms of rows in float64, where ranks add them up."""
-    import torch
     from helpers.whole_matrices import float64_normalize
 
     original = torch.linalg.vector_norm
@@ -104,123 +100,90 @@ def _float64_sums(method: str, comm_dtype: str) -> Iterator[None]:
         yield
 
 
-def _joined_blocks(built: Any, index: int, values: list[Any]) -> list[Any]:
-    """Cut the matrices of tensor-parallel ranks into blocks, joined where Newton-Schulz does.
+def _block_indices(built: Any, index: int) -> list[Any]:
+    """Return for each block of a matrix its elements in the matrices of all tensor-parallel ranks.
 
-    Args:
-        built: Optimizers.
-        index: Which parameter.
-        values: Its matrix on each tensor-parallel rank.
+    Blocks are joined over these ranks where Newton-Schulz joins them.
     """
-    import torch
-
     from megatron_muon.plan.layout import block_rows
 
-    param, _, part = built.params[index]
-    if not built.sharded.is_joined(param):
-        values = [values[built.tensor_rank]]
+    param, reference, _ = built.params[index]
+    tensor, dim = built.sharded.pg_collection.tp, max(param.partition_dim, 0)
+    elements = torch.arange(tensor.size() * reference.numel(), device=device())
+    elements = elements.view(-1, *reference.shape)
+    ranks = range(tensor.size()) if built.sharded.is_joined(param) else [tensor.rank()]
     return [
-        torch.cat(
-            [torch.cat([value[rows.start : rows.stop] for rows in block]) for value in values],
-            dim=max(param.partition_dim, 0),
-        )
-        for block in block_rows(part.view.shape[0], built.sharded.planned(param).blocks)
+        torch.cat([torch.cat([elements[r, x.start : x.stop] for x in rows]) for r in ranks], dim)
+        for rows in block_rows(len(reference), built.sharded.planned(param).blocks)
     ]
 
 
-def _rows_of_blocks(built: Any, index: int, blocks: list[Any]) -> Any:
-    """Put blocks back where this rank has them; return its rows."""
-    import torch
-
-    from megatron_muon.plan.layout import block_rows
-
-    param, _, part = built.params[index]
-    num_tensor_ranks = 1
-    if built.sharded.is_joined(param):
-        num_tensor_ranks = built.sharded.pg_collection.tp.size()
-    whole = torch.empty(part.view.shape, device=device())
-    ranges = block_rows(part.view.shape[0], built.sharded.planned(param).blocks)
-    for block, of_block in zip(blocks, ranges, strict=True):
-        own = block.chunk(num_tensor_ranks, dim=max(param.partition_dim, 0))
-        own_block = own[built.tensor_rank if num_tensor_ranks > 1 else 0]
-        sizes = [rows.stop - rows.start for rows in of_block]
-        for rows, values in zip(of_block, own_block.split(sizes), strict=True):
-            whole[rows.start : rows.stop] = values
-    return whole[slice(*part.own_box[0])]
+def _draw(built: Any, index: int, seed: int) -> Any:
+    """Draw the elements of a matrix of all tensor-parallel ranks."""
+    param, reference, _ = built.params[index]
+    ranks = range(built.sharded.pg_collection.tp.size())
+    is_cut = param.partition_dim >= 0
+    return torch.stack([whole_matrix(reference.shape, seed, r * is_cut) for r in ranks]).flatten()
 
 
 def _step_by_block(
-    method: str, num_shards: int, grid: dict[str, int], settings: dict[str, Any], comm_dtype: str
+    method: str,
+    num_shards: int,
+    grid: dict[str, int],
+    comm_dtype: str = "fp32",
+    settings: dict[str, Any] | None = None,
+    *,
+    is_exact: bool = True,
 ) -> list[float]:
     """Step ours, and each block as a parameter of emerging-optimizers; return differences."""
-    import torch
     from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 
-    settings = dict(settings)
-    is_exact = settings.pop("is_exact", True)
+    settings = {"nesterov": True, "extra_scale_factor": 0.2, **(settings or {})}
     built = build_optimizers(
         num_shards,
-        {"extra_scale_factor": 0.2, **settings},
+        settings,
         {"comm_dtype": comm_dtype},
         sharded=_adaptive(method, beta2=0.9),
         cases=CASES.get(num_shards, [(24, [48]), (48, [24]), (32, [32]), (24, [32])]),
         **grid,
     )
-    num_tensor_ranks = grid.get("num_tensor_ranks", 1)
-
-    def draw(index: int, seed: int) -> list[Any]:
-        param, reference, _ = built.params[index]
-        is_cut = param.partition_dim >= 0
-        matrices = [
-            whole_matrix(reference.shape, seed, rank * is_cut) for rank in range(num_tensor_ranks)
-        ]
-        return _joined_blocks(built, index, matrices)
-
-    indices = range(len(built.params))
-    blocks = [[torch.nn.Parameter(block) for block in draw(i, i)] for i in indices]
     settings.pop("tp_mode", None)
-    reference = AdaptiveMuon(
-        [block for of_param in blocks for block in of_param],
-        lr=0.02,
-        momentum=0.95,
-        weight_decay=0.1,
-        **{
-            "nesterov": True,
-            "extra_scale_factor": 0.2,
-            "beta2": 0.9,
-            "moment2_method": method,
-            **settings,
-        },
-    )
-    for step in range(NUM_STEPS):
+    indices = [_block_indices(built, i) for i in range(len(built.params))]
+    blocks = [
+        [torch.nn.Parameter(_draw(built, i, i)[elements]) for elements in of_param]
+        for i, of_param in enumerate(indices)
+    ]
+    options = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "beta2": 0.9, **settings}
+    reference = AdaptiveMuon(itertools.chain(*blocks), moment2_method=method, **options)
+    for step in range(3):
         built.set_gradients(step)
         built.sharded.step()
-        for i in indices:
-            for block, grad in zip(blocks[i], draw(i, 1000 * step + i), strict=True):
-                block.grad = grad
+        for i, of_param in enumerate(indices):
+            grad = _draw(built, i, 1000 * step + i)
+            for block, elements in zip(blocks[i], of_param, strict=True):
+                block.grad = grad[elements]
         with _float64_sums(method, comm_dtype) if is_exact else ExitStack():
             reference.step()
-    return [
-        (param._local_tensor - _rows_of_blocks(built, i, [b.detach() for b in blocks[i]]))
-        .abs()
-        .sum()
-        .item()
-        for i, (param, _, _) in enumerate(built.params)
-    ]
+    differences = []
+    for i, (param, whole, part) in enumerate(built.params):
+        expected = torch.empty_like(_draw(built, i, 0))
+        for block, elements in zip(blocks[i], indices[i], strict=True):
+            expected[elements] = block.detach()
+        rows = expected.view(-1, *whole.shape)[built.tensor_rank, slice(*part.own_box[0])]
+        differences.append((param._local_tensor - rows).abs().sum().item())
+    return differences
 
 
 def _step_all(world_size: int) -> list[str]:
     """Step each method on each grid and comm_dtype, and list what differs."""
     init_group()
     different = []
-    for num_shards, grid in GRIDS[world_size]:
-        for exchange in ({"comm_dtype": "fp32"}, {"comm_dtype": "bf16"}):
-            found = _step_adamuon(num_shards, grid, exchange)
-            different += [f"adamuon, {grid}, {exchange}: {each}" for each in found]
-        for method, comm_dtype in itertools.product(("normuon", "namo"), ("fp32", "bf16")):
-            found = _step_by_block(method, num_shards, grid, {}, comm_dtype)
-            if any(found):
-                different.append(f"{method}, {grid}, {comm_dtype}: {found}")
+    for (num_shards, grid), comm_dtype in itertools.product(GRIDS[world_size], ("fp32", "bf16")):
+        found = _step_adamuon(num_shards, grid, comm_dtype)
+        different += [f"adamuon, {grid}, {comm_dtype}: {each}" for each in found]
+        for method in ("normuon", "namo"):
+            if any(sums := _step_by_block(method, num_shards, grid, comm_dtype)):
+                different.append(f"{method}, {grid}, {comm_dtype}: {sums}")
     return different
 
 
@@ -234,43 +197,36 @@ def test_steps_equal_upstreams_on_whole_matrices(world_size):
 
 
 def _step_in_each_tensor_parallel_mode() -> list[str]:
-    init_group()
     grid = {"num_tensor_ranks": 2}
-    return _step_adamuon(2, grid, {"comm_dtype": "fp32"}, {"tp_mode": "blockwise"}) + [
+    return _step_adamuon(2, grid, "fp32", {"tp_mode": "blockwise"}) + [
         f"{method}, {settings}: {found}"
         for method in ("normuon", "namo")
         for settings in ({"tp_mode": "blockwise"}, {"tp_mode": "distributed", "nesterov": False})
-        if any(found := _step_by_block(method, 2, grid, settings, "fp32"))
+        if any(found := _step_by_block(method, 2, grid, settings=settings))
     ]
 
 
-def test_blocks_under_each_tensor_parallel_mode():
-    """A block is what Newton-Schulz sees: of one tensor-parallel rank, or of all of them.
-
-    As upstream, adamuon scales by the shape that a tensor-parallel rank has. Not in mode
-    distributed: upstream multiplies parts of a matrix there, and its rounding decides the sign of
-    small elements, which a second moment makes large.
-    """
-    assert run_ranks(4, _step_in_each_tensor_parallel_mode).check().results == [[]] * 4
+def _state_shapes(method: str, mode: str) -> dict[str, list[int]]:
+    """Return the shapes of the state that a method adds, by parameter and key."""
+    built = build_optimizers(
+        2, {"tp_mode": mode}, sharded=_adaptive(method), cases=CASES[2], num_tensor_ranks=2
+    )
+    return {
+        f"{part.name}.{key}": list(value.shape)
+        for param, _, part in built.params
+        for key, value in built.sharded.state[param].items()
+        if key != "momentum_buffer"
+    }
 
 
 def _step_shards_that_start_within_a_query_group() -> list[list[float]]:
-    init_group()
     # The second has rows of key, value and query, in this order.
     with mock.patch.dict(CASES, {3: [(24, [9, 11, 12])]}):
-        return [_step_by_block(method, 3, {}, {}, "fp32") for method in ("normuon", "namo")]
+        return [_step_by_block(method, 3, {}) for method in ("normuon", "namo")]
 
 
-def test_rows_may_be_in_another_order_than_blocks():
-    """The same bits, where a shard starts with the key of one query group."""
-    found = run_ranks(3, _step_shards_that_start_within_a_query_group).check().results
-    assert found == [[[0.0], [0.0]]] * 3
-
-
-def _calls_of_many_blocks(num_layers: int) -> dict[str, tuple[int, dict[str, int]]]:
+def _calls_of_many_blocks(num_layers: int = 24) -> dict[str, tuple[int, dict[str, int]]]:
     """Return by method the number of blocks, and the calls of a step that Muon's does not make."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
     class Counted(TorchDispatchMode):
@@ -284,7 +240,6 @@ def _calls_of_many_blocks(num_layers: int) -> dict[str, tuple[int, dict[str, int
             self.calls[func.overloadpacket.__name__] += not func.is_view
             return func(*args, **(kwargs or {}))
 
-    init_group()
     # Tall and wide experts, of which a rank holds half or less; query, key and value that one rank
     # holds, and that both do.
     layer = [*((8, [12, 0]), (8, [0, 12])) * 3, *((12, [0, 8]), (12, [8, 0]), (12, [0, 8])) * 2]
@@ -308,21 +263,56 @@ def _calls_of_many_blocks(num_layers: int) -> dict[str, tuple[int, dict[str, int
     }
 
 
+def _refusals() -> list[str]:
+    with pytest.raises(ValueError) as decay:
+        build_optimizers(2, {"use_decoupled_weight_decay": False}, {}, sharded=_adaptive("namo"))
+    with pytest.raises(ValueError) as name:
+        build_optimizers(2, sharded=_adaptive("adam"))
+    return [str(decay.value), str(name.value)]
+
+
+CASES_BY_WORLD = {
+    2: {
+        "calls": _calls_of_many_blocks,
+        "sums": functools.partial(_step_by_block, "namo", 2, {}, is_exact=False),
+        "refusals": _refusals,
+    },
+    3: {"order": _step_shards_that_start_within_a_query_group},
+    4: {
+        "modes": _step_in_each_tensor_parallel_mode,
+        "joined": functools.partial(_state_shapes, "normuon", "duplicated"),
+        "apart": functools.partial(_state_shapes, "normuon", "blockwise"),
+        "namo": functools.partial(_state_shapes, "namo", "duplicated"),
+    },
+}
+results = cached_cases(CASES_BY_WORLD)
+
+
+def test_blocks_under_each_tensor_parallel_mode():
+    """A block is what Newton-Schulz sees: of one tensor-parallel rank, or of all of them.
+
+    As upstream, adamuon scales by the shape that a tensor-parallel rank has. Not in mode
+    distributed: upstream multiplies parts of a matrix there, and its rounding decides the sign of
+    small elements, which a second moment makes large.
+    """
+    assert results(4)["modes"] == [[]] * 4
+
+
+def test_rows_may_be_in_another_order_than_blocks():
+    """The same bits, where a shard starts with the key of one query group."""
+    assert results(3)["order"] == [[[0.0], [0.0]]] * 3
+
+
 def test_a_block_costs_less_than_one_call():
     """Each block used to cost ten or twenty operations, also on ranks that hold nothing of it.
 
     Later the results of all ranks were normalized after the exchange, with two all-reduces. Now
     owners share the moments of normuon by one.
     """
-    for found in run_ranks(2, _calls_of_many_blocks, 48).check().results:
+    for found in results(2)["calls"]:
         for method, (num_blocks, calls) in found.items():
             assert calls.get("allreduce_", 0) == (method == "normuon")
             assert sum(calls.values()) <= 0.5 * num_blocks, calls
-
-
-def _step_beside_sums_in_fp32() -> list[float]:
-    init_group()
-    return _step_by_block("namo", 2, {}, {"is_exact": False}, "fp32")
 
 
 def test_sums_in_float64_change_rounding_alone():
@@ -331,36 +321,13 @@ def test_sums_in_float64_change_rounding_alone():
     Three steps of 0.02 on at most 1536 elements of a rank; each may differ by a few units in the
     last place of a weight of size 3, 2.4e-7. A moment of another step would give 1e-2 an element.
     """
-    for differences in run_ranks(2, _step_beside_sums_in_fp32).check().results:
+    for differences in results(2)["sums"]:
         assert max(differences) <= 1536 * 2 * 2.4e-7
-
-
-def _state_shapes() -> list[dict[str, list[int]]]:
-
-    init_group()
-    found = []
-    for method, mode in (
-        ("normuon", "duplicated"),
-        ("normuon", "blockwise"),
-        ("namo", "duplicated"),
-    ):
-        built = build_optimizers(
-            2, {"tp_mode": mode}, sharded=_adaptive(method), cases=CASES[2], num_tensor_ranks=2
-        )
-        found.append(
-            {
-                f"{matrix.name}.{key}": list(value.shape)
-                for param, _, matrix in built.params
-                for key, value in built.sharded.state[param].items()
-                if key != "momentum_buffer"
-            }
-        )
-    return found
 
 
 def test_state_of_a_whole_block_has_one_name_on_its_ranks():
     """Tensor-parallel ranks with blocks of their own name them apart: a checkpoint keeps one."""
-    joined, apart, namo = zip(*run_ranks(4, _state_shapes).check().results, strict=True)
+    joined, apart, namo = (results(4)[name] for name in ("joined", "apart", "namo"))
     assert joined[0] == joined[1] == joined[2] == joined[3]
     assert joined[0]["layer.1.weight.moment2_cols"] == [1, 96]
     assert joined[0]["layer.5.weight.moment2_cols"] == [2, 24]
@@ -371,17 +338,8 @@ def test_state_of_a_whole_block_has_one_name_on_its_ranks():
     assert namo[0]["layer.5.weight.moment2_buffer"] == [3]
 
 
-def _refusals() -> list[str]:
-    init_group()
-    with pytest.raises(ValueError) as decay:
-        build_optimizers(2, {"use_decoupled_weight_decay": False}, {}, sharded=_adaptive("namo"))
-    with pytest.raises(ValueError) as name:
-        build_optimizers(2, sharded=_adaptive("adam"))
-    return [str(decay.value), str(name.value)]
-
-
 def test_what_cannot_be_normalized_is_refused_with_the_reason():
     """On all ranks, at construction."""
-    for texts in run_ranks(2, _refusals).check().results:
-        assert "expected decoupled weight decay with namo" in texts[0]
-        assert "expected one of adamuon, normuon, namo, got adam" in texts[1]
+    for of_decay, of_name in results(2)["refusals"]:
+        assert "expected decoupled weight decay with namo" in of_decay
+        assert "expected one of adamuon, normuon, namo, got adam" in of_name

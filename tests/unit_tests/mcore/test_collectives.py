@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of a step, compared with docs/communication.md, and their number at construction."""
 
-import itertools
+import functools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
-from helpers.ranks import run_ranks
+import torch
+import torch.distributed as dist
+from helpers.ranks import cached_cases
 from helpers.toy_fsdp import build_model, build_optimizer, run_backward
 
 pytestmark = pytest.mark.ranks
@@ -23,41 +26,29 @@ NAMES = (
 @contextmanager
 def _logged(log: list[list[Any]]) -> Iterator[None]:
     """Note each collective: its name, the dtype and elements it is given, the size of its group."""
-    import torch
-    import torch.distributed as dist
 
-    def noting(name: str, original: Any) -> Any:
-        """Wrap one collective."""
+    def note(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        num_ranks = dist.get_world_size(kwargs.get("group")) if name != "new_group" else 0
+        entry = [name, "", 0, num_ranks]
+        tensors = [each for each in args[:2] if isinstance(each, torch.Tensor)]
+        if tensors:
+            entry[1:3] = [str(tensors[-1].dtype).removeprefix("torch."), tensors[-1].numel()]
+        log.append(entry)
+        return original(*args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Note the call, and make it."""
-            tensors = [each for each in args[:2] if isinstance(each, torch.Tensor)]
-            sent = tensors[-1] if tensors else None
-            group = kwargs.get("group")
-            entry = [name, "", 0, dist.get_world_size(group) if name != "new_group" else 0]
-            if sent is not None:
-                entry[1:3] = [str(sent.dtype).removeprefix("torch."), sent.numel()]
-            log.append(entry)
-            return original(*args, **kwargs)
-
-        return call
-
-    originals = {name: getattr(dist, name) for name in NAMES}
-    for name, original in originals.items():
-        setattr(dist, name, noting(name, original))
-    try:
+    with ExitStack() as stack:
+        for name in NAMES:
+            noted = functools.partial(note, name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, noted))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 HSDP = {"num_distributed_optimizer_instances": 2}
-# Strategy and settings, number of ranks that the norm is summed over, and of replicas, by size of
-# the world.
-LAYOUTS: dict[int, list[tuple[str, dict[str, Any], int, int]]] = {
-    2: [("optim_grads_params", {}, 2, 0), ("no_shard", {}, 1, 2)],
-    4: [("optim_grads_params", HSDP, 2, 2)],
+# World, strategy and settings; ranks that the norm is summed over, and replicas.
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any], int, int]] = {
+    "zero3": (2, "optim_grads_params", {}, 2, 0),
+    "zero0": (2, "no_shard", {}, 1, 2),
+    "hsdp": (4, "optim_grads_params", HSDP, 2, 2),
 }
 
 
@@ -79,17 +70,23 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
     return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
 
 
-def _trace_all(world_size: int) -> list[Any]:
-    return [_trace(sharding, settings) for sharding, settings, *_ in LAYOUTS[world_size]]
+traces = cached_cases(
+    {
+        world_size: {
+            name: functools.partial(_trace, sharding, settings)
+            for name, (size, sharding, settings, _, _) in LAYOUTS.items()
+            if size == world_size
+        }
+        for world_size in (2, 4)
+    }
+)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_collectives_are_those_of_the_document(world_size):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_are_those_of_the_document(layout):
     """One more in a step, or another group, is a change that docs/communication.md must say."""
-    run = run_ranks(world_size, _trace_all, world_size).check()
-    for layout, trace in itertools.product(range(len(LAYOUTS[world_size])), run.results):
-        sharding, _, num_norm_ranks, num_replicas = LAYOUTS[world_size][layout]
-        construction, step, num_buckets, num_scatters, num_blocks = trace[layout]
+    world_size, sharding, _, num_norm_ranks, num_replicas = LAYOUTS[layout]
+    for construction, step, num_buckets, num_scatters, num_blocks in traces(world_size)[layout]:
         assert num_buckets > 0
         num_gathers = 0 if sharding == "no_shard" else num_buckets
         messages = [["all_to_all_single", "bfloat16", world_size]]

@@ -2,20 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which optimizer each parameter goes to, against upstream's choice under DDP."""
 
+import functools
+import json
 import re
+from typing import Any
 
 import pytest
+from helpers.later_releases import pretend_emerging_optimizers_0_5
 from helpers.ranks import Run, launch, run_ranks
-from helpers.toy_gpt import MOE, fsdp_toy_gpt, toy_gpt
+from helpers.toy_fsdp import (
+    build_gpt,
+    build_model,
+    build_optimizer,
+    start_process_groups,
+    wrap_gpt,
+)
+from helpers.toy_gpt import EP, MOE, fsdp_toy_gpt, toy_gpt
 
 pytestmark = pytest.mark.ranks
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+ONE_ITERATION = ("--train-iters", "1", "--lr-warmup-iters", "0")
 SKIP_ROUTER = "--moe-router-skip-muon"
-ROUTE = re.compile(r"^ROUTE (\S+) (\S+) (\S+) (\S+) (\S+)$", re.M)
 
 
 def _print_routes() -> None:
-    """Print name, optimizer, is_expert, wd_mult and max_lr of every parameter once it is built."""
+    """Print optimizer, is_expert, wd_mult and max_lr of every parameter once they are built."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from megatron.training import training
 
@@ -23,61 +35,42 @@ def _print_routes() -> None:
 
     def get_megatron_optimizer(config, model, **kwargs):
         optimizer = original(config, model, **kwargs)
-        names = {id(param): name for name, param in model[0].named_parameters()}
-        for child in optimizer.chained_optimizers:
-            inner = child.optimizer
+        names = {param: name.replace("module.", "") for name, param in model[0].named_parameters()}
+        found = {}
+        for inner in (child.optimizer for child in optimizer.chained_optimizers):
             name = type(inner).__name__.removeprefix("FSDP")
             kind = "muon" if isinstance(inner, TensorParallelMuon) else name
             for group in inner.param_groups:
-                for param in group["params"]:
-                    print(
-                        "ROUTE",
-                        names[id(param)].replace("module.", ""),
-                        kind,
-                        group["is_expert_parallel"],
-                        group["wd_mult"],
-                        group["max_lr"],
-                        flush=True,
-                    )
+                route = [kind, *(group[key] for key in ("is_expert_parallel", "wd_mult", "max_lr"))]
+                found |= {names[param]: route for param in group["params"]}
+        print("ROUTES", json.dumps(found), flush=True)
         return optimizer
 
     training.get_megatron_optimizer = get_megatron_optimizer
 
 
-def routes(run: Run) -> list[dict[str, tuple[str, ...]]]:
+def routes(run: Run) -> list[dict[str, list[Any]]]:
     """Parse what :func:`_print_routes` printed on each rank."""
-    return [{m[1]: m.groups()[1:] for m in ROUTE.finditer(text)} for text in run.outputs]
+    return [json.loads(re.search("^ROUTES (.*)$", text, re.M)[1]) for text in run.outputs]
+
+
+ADAM_MOE = (
+    *(*EP, "--moe-layer-freq", "[0,1]", "--moe-shared-expert-intermediate-size", "16"),
+    *("--moe-shared-expert-gate", "--decoupled-lr", "5e-3"),
+)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param((), id="untied"),
-        pytest.param(
-            ("--qk-layernorm", "--apply-wd-to-qk-layernorm"),
-            id="qk_layernorm",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            (
-                *MOE,
-                *("--expert-model-parallel-size", "2", "--moe-layer-freq", "[0,1]"),
-                *("--moe-shared-expert-intermediate-size", "16"),
-                *("--moe-shared-expert-gate", "--decoupled-lr", "5e-3"),
-            ),
-            id="moe",
-        ),
-        pytest.param(
-            ("--muon-scalar-optimizer", "lion", "--add-qkv-bias"),
-            id="lion_bias",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param((*MOE, SKIP_ROUTER), id="router", marks=pytest.mark.slow),
+        pytest.param(ADAM_MOE, id="moe"),
+        slow((*MOE, SKIP_ROUTER, "--qk-layernorm", "--apply-wd-to-qk-layernorm"), id="router"),
+        slow(("--muon-scalar-optimizer", "lion", "--add-qkv-bias"), id="lion_bias"),
     ],
 )
 def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
     """Name by name the same optimizer, expert flag, weight decay and rate, on every rank."""
-    flags = (*flags, "--train-iters", "1", "--lr-warmup-iters", "0")
+    flags = (*flags, *ONE_ITERATION)
     run = launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
     found, text = routes(run), run.outputs[0]
     expected = routes(launch(2, toy_gpt(*flags), before=_print_routes).check())
@@ -91,8 +84,8 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
 
 def test_plan_is_logged_where_asked():
     """Experts over their data-parallel ranks, dense matrices over all, with owners' loads."""
-    flags = (*MOE, "--expert-model-parallel-size", "2", "--muon-fsdp-log-plan")
-    flags += ("--train-iters", "1", "--lr-warmup-iters", "0")
+    # Megatron-FSDP turns the last flag on itself: it does not mean the layer-wise optimizer here.
+    flags = (*EP, *ONE_ITERATION, "--muon-fsdp-log-plan", "--use-distributed-optimizer")
     run = launch(4, fsdp_toy_gpt("optim_grads_params", *flags)).check()
     text = run.outputs[0]
     assert "Muon exchange plan of 2 ranks, 0 to 2:" in text
@@ -104,8 +97,6 @@ def test_plan_is_logged_where_asked():
 
 def _parameter_that_asks_for_another_optimizer() -> list[str]:
     """Mark a weight as later releases mark that of Mamba, and name the optimizers of two."""
-    from helpers.toy_fsdp import build_gpt, build_optimizer, start_process_groups, wrap_gpt
-
     import megatron_muon
 
     megatron_muon.enable()
@@ -113,18 +104,16 @@ def _parameter_that_asks_for_another_optimizer() -> list[str]:
     gpt = build_gpt()
     gpt.decoder.layers[0].mlp.linear_fc1.weight.use_muon = False
     model = wrap_gpt(gpt, "optim_grads_params")
-    optimizer = build_optimizer(model)
-    names = {id(param): name for name, param in model.named_parameters()}
-    found = {
-        names[id(param)]: type(child.optimizer).__name__
-        for child in optimizer.chained_optimizers
-        for group in child.optimizer.param_groups
-        for param in group["params"]
+    optimizers = {
+        param: type(child.optimizer).__name__
+        for child in build_optimizer(model).chained_optimizers
+        for param in child.get_parameters()
     }
+    named = {name: optimizers.get(param) for name, param in model.named_parameters()}
     return [
         optimizer
         for layer in (0, 1)
-        for name, optimizer in found.items()
+        for name, optimizer in named.items()
         if name.endswith(f"layers.{layer}.mlp.linear_fc1.weight")
     ]
 
@@ -136,16 +125,11 @@ def test_parameter_may_ask_for_the_scalar_optimizer():
 
 
 def _build_with_four_steps_of_cubic5() -> str:
-    from helpers.later_releases import pretend_emerging_optimizers_0_5
-    from helpers.toy_fsdp import build_model, build_optimizer
-
     pretend_emerging_optimizers_0_5()
     model = build_model("optim_grads_params")
-    try:
+    with pytest.raises(RuntimeError) as error:
         build_optimizer(model, muon_coefficient_type="cubic5", muon_num_ns_steps=4)
-    except RuntimeError as error:
-        return str(error)
-    return "built"
+    return str(error.value)
 
 
 def test_invalid_num_ns_steps_is_refused_at_construction():

@@ -1,14 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Row sharding of a real Megatron-FSDP model, and Muon's step on its shards."""
+"""Row sharding of a real Megatron-FSDP model, and the steps of Muon and Lion on its shards."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from helpers.device import device
-from helpers.ranks import run_ranks
+import torch
+from helpers.ranks import cached_cases
+from helpers.sharded_muon import Optimizers, step_both
 from helpers.toy_fsdp import build_model, build_optimizer
+from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.ranks
 
@@ -25,54 +29,53 @@ SHARDINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
-    """Describe every 2-D parameter: name to parameter and matrix."""
+def _matrices(model: Any) -> list[tuple[Any, Any]]:
+    """Return every 2-D parameter with its rows, which this package reads from the buffer."""
     from megatron_muon.mcore.fsdp_model import named_optimizer_parameters
     from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 
-    return {
-        fqn: (param, tensor_shard_of(PlannedParameter(fqn, param, param)))
+    return [
+        (param, tensor_shard_of(PlannedParameter(fqn, param, param)))
         for fqn, param in named_optimizer_parameters([model])
         if param.dim() == 2
-    }
+    ]
 
 
-def _compare_layouts(model: Any) -> list[Any]:
-    import torch
-
+def _wrong_rows(model: Any) -> list[str]:
+    """Compare local rows, and the assembled matrix, with the weights before they were sharded."""
     from megatron_muon.rows.megatron_fsdp import shard_group, tensor_shard_rows
     from megatron_muon.runtime.exchange import all_gather_rows
 
-    wrong, num_empty = [], 0
-    for fqn, (param, matrix) in _matrices(model).items():
-        whole = model.whole_weights[fqn]
-        start, stop = matrix.own_box[0]
-        num_empty += start == stop
+    wrong = []
+    for param, part in _matrices(model):
+        whole = model.whole_weights[part.name]
+        start, stop = part.own_box[0]
         if not torch.equal(param._local_tensor, whole[start:stop]):
-            wrong.append(f"{fqn}: rows {start} to {stop}")
+            wrong.append(f"{part.name}: rows {start} to {stop}")
         group = shard_group(param)
         if group is not None:
             gathered = all_gather_rows(param._local_tensor, tensor_shard_rows(param), group)
             if not torch.equal(gathered, whole):
-                wrong.append(f"{fqn}: gathered")
-    return [wrong, num_empty]
+                wrong.append(f"{part.name}: gathered")
+    return wrong
 
 
-def _step_on_shards(model: Any) -> list[str]:
-    import torch
-    from helpers.sharded_muon import with_local
+def _step_muon(model: Any, chain: Any) -> list[str]:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    chain = build_optimizer(model, muon_nesterov=True)
     (muon,) = chain.muon_step.optimizers
     with pytest.raises(RuntimeError, match="expected a step of FSDPMuonChainedOptimizer"):
         muon.step()
-    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in muon.tensor_shards}
-    whole = {fqn: torch.nn.Parameter(model.whole_weights[fqn].clone()) for fqn in shards}
-    for fqn, (param, _) in shards.items():
-        whole[fqn].is_qkv = getattr(param, "is_qkv", False)
+    muon.step = chain.muon_step.step
+    params = []
+    for param, part in _matrices(model):
+        if param in muon.tensor_shards:
+            whole = torch.nn.Parameter(model.whole_weights[part.name].clone())
+            whole.is_qkv = getattr(param, "is_qkv", False)
+            params.append((param, whole, part))
+    assert any(whole.is_qkv for _, whole, _ in params)
     reference = TensorParallelMuon(
-        whole.values(),
+        [whole for _, whole, _ in params],
         lr=0.01,
         momentum=0.95,
         nesterov=True,
@@ -81,46 +84,100 @@ def _step_on_shards(model: Any) -> list[str]:
         is_qkv_fn=lambda param: param.is_qkv,
         qkv_split_shapes=[8, 8, 8],
     )
-    assert any(param.is_qkv for param in whole.values())
-    for step in range(2):
-        for index, (fqn, (param, matrix)) in enumerate(shards.items()):
-            generator = torch.Generator().manual_seed(100 * step + index)
-            grad = torch.randn(whole[fqn].shape, generator=generator).to(device())
-            whole[fqn].grad = grad.clone()
-            rows = grad[slice(*matrix.own_box[0])].clone()
-            param.grad = with_local(param, rows) if rows.numel() else None
-        chain.muon_step.step()
-        reference.step()
+    optimizers = Optimizers(muon, reference, params)
+    step_both(optimizers, "fp32", num_steps=2)
+    return optimizers.differences()
+
+
+def _step_lion(model: Any, chain: Any, sharding: str) -> list[Any]:
+    """Step Lion's shards and upstream's whole parameters.
+
+    Returns:
+        Differences, types that Lion's updates see, the number of updates that its shards with rows
+        should have and have, and whether its state is still made of the first DTensors.
+    """
+    from emerging_optimizers.scalar_optimizers import Lion
+
+    from megatron_muon.mcore.fsdp_model import named_optimizer_parameters
+    from megatron_muon.step.lion import FSDPLion
+
+    inners = [child.optimizer for child in chain.chained_optimizers]
+    (lion,) = [inner for inner in inners if isinstance(inner, FSDPLion)]
+    names = {param: name for name, param in named_optimizer_parameters([model])}
+    params, groups = [], []
+    for group in lion.param_groups:
+        groups.append({**group, "params": []})
+        for param in group["params"]:
+            whole = torch.nn.Parameter(model.whole_weights[names[param]].clone())
+            groups[-1]["params"].append(whole)
+            part = SimpleNamespace(name=names[param], own_box=[_own_rows(param, sharding)])
+            params.append((param, whole, part))
+    optimizers = Optimizers(lion, Lion(groups), params, key="exp_avg")
+    states = [lion.state[param]["exp_avg"] for param, _, _ in params]
+    with mock.patch("torch._foreach_lerp", wraps=torch._foreach_lerp) as lerp:
+        step_both(optimizers, "fp32")
+    updates = [call.args[:2] for call in lerp.call_args_list]
+    seen = {type(each).__name__ for call in updates for tensors in call for each in tensors}
     return [
-        fqn
-        for fqn, (param, matrix) in shards.items()
-        if not torch.equal(param._local_tensor, whole[fqn][slice(*matrix.own_box[0])])
+        optimizers.differences(),
+        sorted(seen),
+        3 * sum(param._local_tensor.numel() > 0 for param, _, _ in params),
+        sum(len(averages) for averages, _ in updates),
+        all(
+            isinstance(state, DTensor) and lion.state[param]["exp_avg"] is state
+            for state, (param, _, _) in zip(states, params, strict=True)
+        ),
     ]
 
 
-def _check(world_size: int) -> dict[str, list[Any]]:
-    """Return by sharding the wrong rows, the number of empty shards, and the wrong updates."""
-    found = {}
-    for name, (num_ranks, sharding, settings) in SHARDINGS.items():
-        if num_ranks == world_size:
-            model = build_model(sharding, **settings)
-            found[name] = [*_compare_layouts(model), _step_on_shards(model)]
-    return found
+def _own_rows(param: Any, sharding: str) -> tuple[int, int]:
+    """Return the rows of a matrix or vector that Megatron-FSDP says this rank holds."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
+    if sharding == "no_shard":
+        return (0, param.shape[0])
+    uneven_dtensor.update_uneven_dtensor_chunk_metadata(param)
+    if param._local_tensor.numel() == 0:
+        return (0, 0)
+    (chunk,) = param._local_tensor.__create_chunk_list__()
+    return (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
 
 
-@functools.cache
-def results(world_size: int) -> list[dict[str, Any]]:
-    """Return what each rank of a world found, which has all models of its size."""
-    return run_ranks(world_size, _check, world_size).check().results
+def _step(sharding: str, settings: dict[str, Any]) -> list[Any]:
+    """Return the wrong rows, the number of empty shards, and results of both steps."""
+    model = build_model(sharding, **settings)
+    wrong_rows = _wrong_rows(model)
+    num_empty = sum(param._local_tensor.numel() == 0 for param, _ in _matrices(model))
+    chain = build_optimizer(model, muon_nesterov=True, muon_scalar_optimizer="lion")
+    return [wrong_rows, num_empty, _step_muon(model, chain), _step_lion(model, chain, sharding)]
+
+
+results = cached_cases(
+    {
+        world_size: {
+            name: functools.partial(_step, sharding, settings)
+            for name, (size, sharding, settings) in SHARDINGS.items()
+            if size == world_size
+        }
+        for world_size in (2, 3, 4)
+    }
+)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_step_on_megatron_fsdp_shards_equals_whole_matrices(name):
-    """Local rows and the assembled matrix equal the weights from before they were sharded.
+def test_steps_on_megatron_fsdp_shards_equal_whole_matrices(name):
+    """The same gradients in, bit-identical parameters and momentum out, of Muon and of Lion.
 
-    The same gradients in, bit-identical parameters out, QKV split across shards included.
+    QKV is split across shards. Lion's update is compiled, which on GPUs would trace DTensors of
+    uneven placements: it sees local tensors, skips empty shards and keeps the DTensors of its
+    state, which checkpoints hold.
     """
-    by_rank = [of_rank[name] for of_rank in results(SHARDINGS[name][0])]
-    for wrong_rows, _, wrong_updates in by_rank:
-        assert wrong_rows == [] and wrong_updates == []
-    assert (sum(empty for _, empty, _ in by_rank) > 0) == (not name.startswith("zero0"))
+    by_rank = results(SHARDINGS[name][0])[name]
+    for wrong_rows, _, of_muon, of_lion in by_rank:
+        assert wrong_rows == [] and of_muon == []
+        different, seen, num_expected, num_updates, is_kept = of_lion
+        assert different == []
+        assert seen == ["Tensor"]
+        assert num_updates == num_expected
+        assert is_kept
+    assert (sum(empty for _, empty, _, _ in by_rank) > 0) == (not name.startswith("zero0"))

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoint_runs import (
     SAVED_AT,
     SCHEDULE,
@@ -19,7 +20,6 @@ from helpers.checkpoint_runs import (
     resumed_run,
     saved_run,
 )
-from helpers.fsdp_v2 import V2, needs_flags, v2_toy_gpt
 from helpers.parity import HIGH, HIGH_TOLERANCE, norms
 from helpers.ranks import launch
 from helpers.repairs import without
@@ -30,11 +30,14 @@ from helpers.toy_gpt import (
     PP,
     TIED,
     TP,
+    V2,
     ZERO,
     fsdp_toy_gpt,
+    needs_flags,
     relative_differences,
     toy_gpt,
     train,
+    v2_toy_gpt,
 )
 
 pytestmark = [pytest.mark.ranks, needs_flags]
@@ -118,7 +121,6 @@ def test_norm_and_zeros_of_adam_are_counted_once(flags):
 
 def _leave_one_unused() -> None:
     """Add a parameter to the layers that no forward pass uses."""
-    import torch
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     original = TransformerLayer.__init__

@@ -9,9 +9,14 @@ releases has one axis; two axes, HSDP and HFSDP, show that nothing else is count
 import functools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from helpers.ranks import run_ranks
+import torch
+from helpers.ranks import cached_cases
+from helpers.sharded_muon import Optimizers, step_both, whole_matrix
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 pytestmark = pytest.mark.ranks
 
@@ -24,25 +29,22 @@ MESHES = {
 }
 
 
-def stand_in(mesh_shape: tuple[int, ...], is_shard: tuple[bool, ...]) -> tuple[list[Any], Any]:
+def stand_in(name: str) -> tuple[list[Any], Any]:
     """Make sharded parameters as v2 holds them, and what it held them in; values count elements."""
-    import torch
     from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import layout, placement
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    mesh_shape, is_shard = MESHES[name]
     mesh = init_device_mesh("cpu", mesh_shape)
     flat = layout.GlobalLayout.build(SHAPES, mesh.size())
     theirs = [placement.Flat() if shard else placement.Replicate() for shard in is_shard]
+    shards = [Shard(0) if shard else Replicate() for shard in is_shard]
     start, size = flat.get_local_range(mesh, theirs)
     buffer = torch.arange(flat.size, dtype=torch.float32)[start : start + size]
     params, unsharded = [], []
     for shape, begin in zip(flat.tensor_shapes, flat.tensor_to_offset, strict=True):
         low, high = max(start, begin), min(start + size, begin + shape.numel())
         local = buffer[max(low - start, 0) : max(high - start, 0)] if low < high else buffer[:0]
-        whole = torch.empty(shape)
-        shards = [Shard(0) if shard else Replicate() for shard in is_shard]
-        local = local.view(-1, *shape[1:])
+        local, whole = local.view(-1, *shape[1:]), torch.empty(shape)
         dtensor = DTensor.from_local(
             local, mesh, shards, run_check=False, shape=shape, stride=whole.stride()
         )
@@ -57,129 +59,93 @@ def stand_in(mesh_shape: tuple[int, ...], is_shard: tuple[bool, ...]) -> tuple[l
     return params, group
 
 
-def _step(name: str) -> bool:
-    import torch
+def _step(name: str) -> list[str]:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 
-    params = [param for param in stand_in(*MESHES[name])[0] if param.dim() == 2]
-    parts = {p: tensor_shard_of(PlannedParameter(str(i), p, p)) for i, p in enumerate(params)}
-    settings = {"lr": 0.5, "momentum": 0.9, "fp32_matmul_prec": "high", "num_ns_steps": 5}
-    wholes = []
-    for param, part in parts.items():
-        torch.manual_seed(len(wholes))
+    params = []
+    for param in stand_in(name)[0]:
+        if param.dim() != 2:
+            continue
+        part = tensor_shard_of(PlannedParameter(str(param.shape), param, param))
+        whole = torch.nn.Parameter(whole_matrix(param.shape, len(params), 0))
+        param._local_tensor.data.copy_(whole.detach()[slice(*part.own_box[0])])
         # Halves that are orthogonalized apart: rows in another order would show.
-        weight, grad = torch.randn(2, *param.shape).unbind()
-        start, stop = part.own_box[0]
-        param._local_tensor.data.copy_(weight[start:stop])
-        param.grad = torch.zeros_like(param)
-        param.grad._local_tensor.copy_(grad[start:stop])
-        whole = torch.nn.Parameter(weight)
-        whole.grad = grad
-        if param.shape[0] % 2 == 0:
-            for each in (param, whole):
-                each.is_qkv, each.qkv_split_shapes = True, [param.shape[0] // 2] * 2
-        wholes.append(whole)
-    is_split = {
+        param.is_qkv = whole.is_qkv = param.shape[0] % 2 == 0
+        param.qkv_split_shapes = whole.qkv_split_shapes = [param.shape[0] // 2] * 2
+        params.append((param, whole, part))
+    settings = {
+        "lr": 0.5,
+        "momentum": 0.9,
+        "fp32_matmul_prec": "high",
+        "num_ns_steps": 5,
         "split_qkv": True,
-        "is_qkv_fn": lambda param: getattr(param, "is_qkv", False),
-        "qkv_split_shapes": (1, 1),
+        "is_qkv_fn": lambda param: param.is_qkv,
     }
-    # Upstream reads the sizes of blocks from the optimizer, so that each has one of its own.
-    for whole in wholes:
-        shapes = tuple(getattr(whole, "qkv_split_shapes", (1, 1)))
-        TensorParallelMuon([whole], **settings, **{**is_split, "qkv_split_shapes": shapes}).step()
-    build_muon_step(
-        [FSDPZeROTensorParallelMuon(params, tensor_shards=parts, **settings, **is_split)]
-    ).step()
-    return all(
-        torch.equal(param._local_tensor, whole[slice(*parts[param].own_box[0])])
-        for param, whole in zip(params, wholes, strict=True)
-    )
+    shards = {param: part for param, _, part in params}
+    muon = FSDPZeROTensorParallelMuon([*shards], tensor_shards=shards, **settings)
+    muon.step = build_muon_step([muon]).step
+    optimizers = Optimizers(muon, TensorParallelMuon([w for _, w, _ in params], **settings), params)
+    step_both(optimizers, "fp32")
+    return optimizers.differences()
 
 
-def _copy_attributes() -> list[Any]:
+def _copy_attributes() -> None:
+    """Upstream's rules read them of what optimizers see, and v2 leaves them on the other one."""
     from megatron_muon.mcore.fsdp_model import copy_parameter_attributes
 
-    params, group = stand_in(*MESHES["one_axis"])
-    group.unsharded_parameters[0].allreduce = False
-    group.unsharded_parameters[0].partition_dim = 1
-    group.unsharded_parameters[0]._private = 1
-    copy_parameter_attributes(params[0])
-    return [
-        params[0].allreduce,
-        params[0].partition_dim,
-        hasattr(params[0], "_private"),
-        getattr(params[0], "__fsdp_param__", False),
-    ]
+    (param, *_), group = stand_in("one_axis")
+    unsharded = group.unsharded_parameters[0]
+    unsharded.allreduce, unsharded.partition_dim, unsharded._private = False, 1, 1
+    copy_parameter_attributes(param)
+    assert not param.allreduce and param.partition_dim == 1
+    assert not hasattr(param, "_private") and getattr(param, "__fsdp_param__", False)
 
 
-def _cast() -> list[Any]:
-    import torch
-    from torch.distributed.tensor import DTensor, Partial
-
+def _cast() -> None:
+    """bf16 gradients of fp32 weights; one that HSDP did not reduce would let replicas drift."""
     from megatron_muon.mcore.chunks import sharded_chunk
 
-    params, group = stand_in(*MESHES["hsdp"])
-    synced: list[int] = []
-    group.sync_model_weight_from_main_weight = lambda: synced.append(1)
+    (first, second, *_), group = stand_in("hsdp")
+    group.sync_model_weight_from_main_weight = mock.Mock()
     model = torch.nn.Module()
-    model.first, model.second, model.config = params[0], params[1], None
+    model.first, model.second, model.config = first, second, None
     chunk = sharded_chunk(model)
-    for param, placement in ((params[0], params[0].placements[0]), (params[1], Partial("sum"))):
-        local = param._local_tensor.detach().to(torch.bfloat16)
+    for param, placement in ((first, first.placements[0]), (second, Partial("sum"))):
         param.grad_dtype = torch.bfloat16
         param.grad = DTensor.from_local(
-            local,
+            param._local_tensor.detach().to(torch.bfloat16),
             param.device_mesh,
             [placement, param.placements[1]],
             run_check=False,
             shape=param.shape,
             stride=param.stride(),
         )
-    problems = chunk.finish_gradients()
-    dtypes = [str(params[0].grad.dtype)]
+    (problem,) = chunk.finish_gradients()
+    assert problem.startswith("second: expected a gradient with placem")
+    assert first.grad.dtype == torch.float32
     chunk.restore_gradients()
-    dtypes.append(str(params[0].grad.dtype))
+    assert first.grad.dtype == torch.bfloat16
     chunk.install_weights()
+    assert group.sync_model_weight_from_main_weight.call_count == 1
     chunk.zero_gradients()
-    return [problems, dtypes, len(synced), params[0].grad is None]
+    assert first.grad is None
 
 
-def _all_cases() -> dict[str, Any]:
-    """Run all in one world; a model's optimizer and chunk are its own."""
-    from helpers.device import init_group
-
-    init_group()
-    return {
-        "stepped": {name: _step(name) for name in MESHES},
-        "copied": _copy_attributes(),
-        "cast": _cast(),
-    }
-
-
-@functools.cache
-def results() -> list[dict[str, Any]]:
-    """Return what each rank found."""
-    return run_ranks(4, _all_cases).check().results
+# A model's optimizer and chunk are its own.
+STEPS = {name: functools.partial(_step, name) for name in MESHES}
+results = cached_cases({4: {**STEPS, "attributes": _copy_attributes, "gradients": _cast}})
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_step_is_upstreams_on_whole_matrices(name):
     """Momentum, blocks and updates of uneven rows, with shards on one axis and on two."""
-    assert all(of_rank["stepped"][name] for of_rank in results())
+    assert results(4)[name] == [[]] * 4
 
 
-def test_attributes_of_megatron_are_copied_to_shards():
-    """Upstream's rules read them of what optimizers see, and v2 leaves them on the other one."""
-    assert all(of_rank["copied"] == [False, 1, False, True] for of_rank in results())
-
-
-def test_gradients_are_cast_or_refused_if_replicas_differ():
-    """bf16 gradients of fp32 weights; one that HSDP did not reduce would let replicas drift."""
-    problems, dtypes, num_synced, is_dropped = results()[0]["cast"]
-    assert len(problems) == 1 and problems[0].startswith("second: expected a gradient with placem")
-    assert dtypes == ["torch.float32", "torch.bfloat16"]
-    assert num_synced == 1 and is_dropped
+@pytest.mark.parametrize("name", ["attributes", "gradients"])
+def test_shards_have_attributes_of_megatron_and_gradients_in_fp32(name):
+    """Gradients are cast, or refused if replicas differ."""
+    assert results(4)[name] == [None] * 4

@@ -18,8 +18,10 @@ from types import SimpleNamespace
 
 import megatron.core
 import pytest
-from helpers.fsdp_v2 import needs_flags, v2_toy_gpt
-from helpers.ranks import ROOT
+from helpers.ranks import ROOT, run_ranks
+from helpers.toy_gpt import needs_flags, v2_toy_gpt
+
+from megatron_muon import IncompatibleMegatronError, enable, is_enabled
 
 INSTALLED = Path(megatron.core.__file__).parents[1]
 V1, V2 = "mcore_adapter_v1", "mcore_adapter_v2"
@@ -30,17 +32,8 @@ def tree(tmp_path):
     """A copy to change; its version is that of the original."""
     shutil.copytree(INSTALLED, tmp_path / "megatron", ignore=shutil.ignore_patterns(".git"))
     info = tmp_path / "megatron" / "core" / "package_info.py"
-    from megatron.core.package_info import __version__
-
-    info.write_text(f"{info.read_text()}\n__version__ = {__version__!r}\n")
+    info.write_text(f"{info.read_text()}\n__version__ = {megatron.core.__version__!r}\n")
     return tmp_path
-
-
-def replace_everywhere(tree: Path, old: str, new: str) -> None:
-    """Replace a text in all modules."""
-    for path in tree.rglob("*.py"):
-        if old in (code := path.read_text()):
-            path.write_text(code.replace(old, new))
 
 
 def move_adapters(tree: Path) -> None:
@@ -69,21 +62,25 @@ def move_adapters(tree: Path) -> None:
             parts[""] += [f"\n\nfrom .{module} import {', '.join(classes)}\n"]
     path.write_text("".join(parts[""]))
     name = "import FullyShardedDataParallelV2"
-    replace_everywhere(tree, f"fsdp.mcore_fsdp_adapter {name}", f"fsdp.{V2} {name}")
+    for importer in tree.rglob("*.py"):
+        if (old := f"fsdp.mcore_fsdp_adapter {name}") in (code := importer.read_text()):
+            importer.write_text(code.replace(old, f"fsdp.{V2} {name}"))
 
 
-def run_in(tree: Path, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess:
-    """Run Python with a tree in place of the installed megatron."""
+def run_in(tree: Path, *arguments: str) -> str:
+    """Run Python with a tree in place of the installed megatron, and return what it prints."""
     folders = [str(tree), str(ROOT), str(ROOT / "scripts")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         cwd=tree,
         env=environment,
-        timeout=timeout_s,
+        timeout=240.0,
     )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 MOVED = """
@@ -115,25 +112,29 @@ assert not is_wrapped(DistributedDataParallel.__new__(DistributedDataParallel))
 def test_wrappers_are_repaired_in_the_modules_of_nightly(tree):
     """Two repairs of v2 vanished without a word there, and no model counted as wrapped."""
     move_adapters(tree)
-    done = run_in(tree, "-c", MOVED)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in(tree, "-c", MOVED)
 
 
-@pytest.mark.slow
-def test_release_with_v2_whose_targets_are_elsewhere_is_refused(tree):
+def _enable_without_targets_of_v2() -> str:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    DistributedDataParallelConfig.megatron_fsdp_version = 1
+    vars(mcore_fsdp_adapter).pop("FullyShardedDataParallelV2", None)
+    with pytest.raises(IncompatibleMegatronError) as caught:
+        enable()
+    assert not is_enabled()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_release_with_v2_whose_targets_are_elsewhere_is_refused():
     """With the flag ``--megatron-fsdp-version`` a repair that finds no place is an error."""
-    config = tree / "megatron" / "core" / "distributed" / "distributed_data_parallel_config.py"
-    if "megatron_fsdp_version: int" not in (code := config.read_text()):
-        field = "    megatron_fsdp_version: int = 1\n"
-        at = re.search(r"^    \w+: \w+ = \w+\n", code, re.M).start()
-        config.write_text(code[:at] + field + code[at:])
-    replace_everywhere(tree, "FullyShardedDataParallelV2", "FsdpAdapter")
-    done = run_in(tree, "-c", "from megatron_muon import enable; enable()")
-    assert "IncompatibleMegatronError" in done.stderr
+    (text,) = run_ranks(1, _enable_without_targets_of_v2).check().results
     for name in ("__init__", "_validate_config"):
         symbol = f"mcore_fsdp_adapter:FullyShardedDataParallelV2.{name}"
-        assert f"{symbol}: expected it to exist, found AttributeError" in done.stderr
-    assert "nothing was changed" in done.stderr
+        assert f"{symbol}: expected it to exist, found AttributeError" in text
+    assert "nothing was changed" in text
 
 
 OWN_NORM = """
@@ -149,9 +150,8 @@ def losses(tree: Path, *flags: str) -> list[str]:
     """Return losses and norms of two ranks, as logged."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "scripts" / name) for name in ("cpu_ranks", "pretrain_gpt.py")]
-    done = run_in(tree, *command, *v2_toy_gpt("--train-iters", "2", *flags))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = re.findall(r"lm loss: (\S+).*grad norm: (\S+) .*", done.stdout)
+    printed = run_in(tree, *command, *v2_toy_gpt("--train-iters", "2", *flags))
+    found = re.findall(r"lm loss: (\S+).*grad norm: (\S+) .*", printed)
     assert len(found) == 2
     return found
 
@@ -186,8 +186,7 @@ def test_norm_that_upstream_has_mended_is_left_alone(tree):
     """Pull request 6489: the repair went on top of it, and no list said that it was mended."""
     optimizer = tree / "megatron" / "core" / "optimizer" / "fully_sharded_optimizer.py"
     optimizer.write_text(optimizer.read_text() + OWN_NORM)
-    done = run_in(tree, "-c", MENDED)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in(tree, "-c", MENDED)
 
 
 def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):

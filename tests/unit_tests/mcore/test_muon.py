@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.device import has_stacks
-from helpers.ranks import run_ranks
-from helpers.sharded_muon import LAYOUTS, QKV_ROWS, build_optimizers, init_group, step_both
+import torch.distributed as dist
+from helpers.device import device, has_stacks
+from helpers.ranks import cached_cases, run_ranks
+from helpers.sharded_muon import build_optimizers, init_group, step_both
 
 pytestmark = pytest.mark.ranks
 
@@ -91,7 +92,6 @@ def test_step_equals_upstream_muon_on_whole_matrices(world_size):
 
 def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
     """List matrices of which tensor-parallel ranks have copies, with all their holders."""
-    init_group()
     found = []
     for mode in ("blockwise", "duplicated"):
         engine = build_optimizers(2, {"tp_mode": mode}, num_tensor_ranks=2).sharded.engine
@@ -105,13 +105,29 @@ def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
     return found
 
 
-def test_tensor_parallel_replicas_are_orthogonalized_once():
-    """In either mode. Copies of a router were matrices of two plans, and could differ on a GPU."""
-    router = ["layer.2.weight", 1, [0, 1, 2, 3]]
-    assert run_ranks(4, _owners_of_copies).check().results == [[[router]] * 2] * 4
+def _figures() -> list[list[list[float]]]:
+    """Return the norms of gradients and momentum, and those of whole matrices."""
+    found = []
+    for grid in ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2}):
+        optimizers = build_optimizers(4 // max([1, *grid.values()]), {"nesterov": False}, **grid)
+        optimizers.sharded.muon_step.record_metrics()
+        step_both(optimizers, "fp32", num_steps=1)
+        figures = optimizers.sharded.muon_step.last_metrics()
+        # Tensor-parallel ranks have parts of a matrix, or copies.
+        total, of_parts = torch.zeros(2), torch.zeros(2)
+        for _, whole, _ in optimizers.params:
+            momentum = optimizers.whole.state[whole]["momentum_buffer"]
+            squares = torch.stack([whole.grad.square().sum(), momentum.square().sum()]).cpu()
+            (of_parts if whole.partition_dim >= 0 else total).add_(squares)
+        summed = of_parts.to(device())
+        torch.distributed.all_reduce(summed)
+        total += summed.cpu() * grid.get("num_tensor_ranks", 1) / 4
+        norms = [figures.gradient_norms[0], figures.momentum_norms[0]]
+        found.append([norms, total.sqrt().tolist()])
+    return found
 
 
-def _step_with_stored_momentum(world_size: int, dtype: Any, is_offloaded: bool) -> list[str]:
+def _step_with_stored_momentum(dtype: Any, is_offloaded: bool) -> list[str]:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
@@ -125,14 +141,13 @@ def _step_with_stored_momentum(world_size: int, dtype: Any, is_offloaded: bool) 
             for state in self.state.values():
                 state["momentum_buffer"].copy_(state["momentum_buffer"].to(dtype))
 
-    init_group()
     sharded = functools.partial(
         FSDPZeROTensorParallelMuon, momentum_dtype=dtype, offload_momentum=is_offloaded
     )
     different = []
     for settings, comm_dtype in itertools.product(({}, {"nesterov": False}), ("fp32", "bf16")):
         optimizers = build_optimizers(
-            world_size, settings, {"comm_dtype": comm_dtype}, sharded=sharded, whole=Rounding
+            2, settings, {"comm_dtype": comm_dtype}, sharded=sharded, whole=Rounding
         )
         step_both(optimizers, comm_dtype)
         assert {momentum.dtype for _, momentum in optimizers.state()} == {dtype}
@@ -140,114 +155,71 @@ def _step_with_stored_momentum(world_size: int, dtype: Any, is_offloaded: bool) 
     return different
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_stored_momentum_is_rounded_once_a_step(dtype, is_offloaded):
-    """The bits of upstream's Muon whose momentum is rounded after each step, also from CPU memory.
+def _disagree() -> list[str]:
+    """Return the errors of parameters that rank 1 has frozen, named or sharded otherwise."""
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
+    from megatron_muon.plan.settings import ExchangeSettings
 
-    On CPU ranks offloaded momentum takes the same way through staging memory.
-    """
-    arguments = (2, getattr(torch, dtype), is_offloaded)
-    assert run_ranks(2, _step_with_stored_momentum, *arguments).check().results == [[]] * 2
+    params, _, parts = map(list, zip(*build_optimizers(2).params, strict=True))
+    is_wrong = dist.get_rank() == 1
+    boxes = {0: ((0, 17), (0, 24)), 1: ((17, 48), (0, 24))}
+
+    def error(trained: list[Any], parts: list[Any]) -> str:
+        shards = dict(zip(params, parts, strict=True))
+        muon = FSDPZeROTensorParallelMuon(trained, tensor_shards=shards)
+        with pytest.raises(RuntimeError) as caught:
+            build_muon_step([muon], ExchangeSettings())
+        return str(caught.value)
+
+    renamed = [*parts[:2], dataclasses.replace(parts[2], name="layer.two.weight"), *parts[3:]]
+    moved = [dataclasses.replace(parts[0], known_boxes=boxes), *parts[1:]]
+    return [
+        error(params[:3] + params[3 + is_wrong :], parts),
+        error(params, renamed if is_wrong else parts),
+        error(params, moved if is_wrong else parts),
+    ]
 
 
-def _figures() -> list[list[list[float]]]:
-    """Return the norms of gradients and momentum, and those of whole matrices."""
-    init_group()
-    found = []
-    for grid in ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2}):
-        optimizers = build_optimizers(4 // max([1, *grid.values()]), {"nesterov": False}, **grid)
-        optimizers.sharded.muon_step.record_metrics()
-        step_both(optimizers, "fp32", num_steps=1)
-        figures = optimizers.sharded.muon_step.last_metrics()
-        whole = [each for _, each, _ in optimizers.params]
-        squares = [each.grad.square().sum() for each in whole]
-        momentum = [
-            optimizers.whole.state[each]["momentum_buffer"].square().sum() for each in whole
-        ]
-        # Tensor-parallel ranks have parts of a matrix, or copies.
-        totals = []
-        for of_kind in (squares, momentum):
-            parts = [
-                s
-                for s, (p, _, _) in zip(of_kind, optimizers.params, strict=True)
-                if p.partition_dim >= 0
-            ]
-            total = sum(of_kind) - sum(parts)
-            if parts:
-                summed = sum(parts).clone()
-                torch.distributed.all_reduce(summed)
-                total += summed * grid["num_tensor_ranks"] / 4
-            totals.append(float(total) ** 0.5)
-        found.append([[figures.gradient_norms[0], figures.momentum_norms[0]], totals])
-    return found
+STORED = list(itertools.product((torch.bfloat16, torch.float32), (False, True)))
+CASES = {
+    2: {
+        "errors": _disagree,
+        **{
+            f"stored {case}": functools.partial(_step_with_stored_momentum, *case)
+            for case in STORED
+        },
+    },
+    4: {"owners": _owners_of_copies, "figures": _figures},
+}
+results = cached_cases(CASES)
+
+
+def test_tensor_parallel_replicas_are_orthogonalized_once():
+    """In either mode. Copies of a router were matrices of two plans, and could differ on a GPU."""
+    router = ["layer.2.weight", 1, [0, 1, 2, 3]]
+    assert results(4)["owners"] == [[[router]] * 2] * 4
 
 
 def test_figures_of_a_step_are_those_of_whole_matrices():
     """Rows of replicas and of tensor-parallel copies count once."""
-    for results in run_ranks(4, _figures).check().results:
-        for figures, expected in results:
-            # Sums in float32, in another order.
-            assert figures == pytest.approx(expected, rel=1e-5)
+    for figures, expected in itertools.chain(*results(4)["figures"]):
+        # Sums in float32, in another order.
+        assert figures == pytest.approx(expected, rel=1e-5)
 
 
-def _state_of_every_parameter() -> list[tuple[int, int]]:
-    from torch.distributed.tensor import DTensor
+@pytest.mark.parametrize("case", STORED, ids=str)
+def test_stored_momentum_is_rounded_once_a_step(case):
+    """The bits of upstream's Muon whose momentum is rounded after each step, also from CPU memory.
 
-    init_group()
-    optimizers = build_optimizers(4)
-    params = [param for param, _, _ in optimizers.params]
-    buffers = [optimizers.sharded.state[param]["momentum_buffer"] for param in params]
-    assert all(isinstance(buffer, DTensor) for buffer in buffers)
-    assert all(buffer.placements == p.placements for buffer, p in zip(buffers, params, strict=True))
-    return [tuple(buffer._local_tensor.shape) for buffer in buffers]
-
-
-def test_momentum_exists_for_every_parameter_from_construction():
-    """Empty shards have momentum too: ranks with different sets of state hang the save."""
-    run = run_ranks(4, _state_of_every_parameter).check()
-    for rank, shapes in enumerate(run.results):
-        expected = [[rows[rank], cols] for cols, rows in LAYOUTS[4]] + [[QKV_ROWS[4][rank], 24]]
-        assert shapes == expected
+    On CPU ranks offloaded momentum takes the same way through staging memory.
+    """
+    assert results(2)[f"stored {case}"] == [[]] * 2
 
 
 def test_ranks_that_disagree_raise_at_construction_on_all_ranks():
     """A parameter that is another one on some rank is named before anything is exchanged."""
-    run = run_ranks(2, _disagree).check()
-    for text in run.results:
-        assert "rank 1 has 'layer.two.weight" in text
-        assert "rank 1: layer.0.weight: expected a local shard of shape (31, 24)" in text
-        assert "rank 1 has 'layer.4.weight" in text and "where rank 0 has 'layer.3.weight" in text
-
-
-def _disagree() -> str:
-    import torch.distributed as dist
-
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
-    from megatron_muon.plan.settings import ExchangeSettings
-
-    init_group()
-    built = build_optimizers(2).params
-    params = [param for param, _, _ in built]
-    parts = [part for _, _, part in built]
-
-    def build(trained: slice = slice(None)) -> str:
-        try:
-            muon = FSDPZeROTensorParallelMuon(
-                params[:3] + params[3:][trained],
-                tensor_shards=dict(zip(params, parts, strict=True)),
-            )
-            build_muon_step([muon], ExchangeSettings())
-        except RuntimeError as error:
-            return str(error)
-        return "no error"
-
-    # Frozen on rank 1 alone: its list has one matrix less.
-    frozen_error = build(slice(1, None) if dist.get_rank() == 1 else slice(None))
-    if dist.get_rank() == 1:
-        parts[2] = dataclasses.replace(parts[2], name="layer.two.weight")
-    fqn_error = build()
-    if dist.get_rank() == 1:
-        bad = {0: ((0, 17), (0, 24)), 1: ((17, 48), (0, 24))}
-        parts[0] = dataclasses.replace(parts[0], known_boxes=bad)
-    return f"{frozen_error} | {fqn_error} | {build()}"
+    for of_frozen, of_renamed, of_moved in results(2)["errors"]:
+        assert "rank 1 has 'layer.4.weight" in of_frozen
+        assert "where rank 0 has 'layer.3.weight" in of_frozen
+        assert "rank 1 has 'layer.two.weight" in of_renamed
+        assert "rank 1: layer.0.weight: expected a local shard of shape (31, 24)" in of_moved

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import megatron.core
 import pytest
-from helpers.ranks import ROOT
+from helpers.ranks import ROOT, run_ranks
 
 from megatron_muon.mcore import enable as enabling
 from megatron_muon.mcore import versions
@@ -93,17 +94,14 @@ def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
     from megatron_muon.mcore.relied_on import relied_on_problems
 
     assert relied_on_problems(has_v2=False) == []
-    signature = inspect.signature(TensorParallelMuon.__init__)
+    init = TensorParallelMuon.__init__
+    signature = inspect.signature(init)
+    # Megatron-LM's main has use_syrk.
     for name, is_known in (("use_syrk", True), ("ns_batch_size", False)):
         later = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-        # Megatron-LM's main has use_syrk.
-        parameters = {**signature.parameters, name: later}.values()
-        monkeypatch.setattr(
-            TensorParallelMuon.__init__,
-            "__signature__",
-            signature.replace(parameters=list(parameters)),
-            raising=False,
-        )
+        parameters = {**signature.parameters, name: later}
+        changed = signature.replace(parameters=list(parameters.values()))
+        monkeypatch.setattr(init, "__signature__", changed, raising=False)
         problems = relied_on_problems(has_v2=False)
         assert (problems == []) == is_known
         assert is_known or name in problems[0]
@@ -195,77 +193,70 @@ def test_untested_versions_in_the_ranges_are_accepted_and_named(caplog, changes,
         assert f"{package} {version}" in caplog.text
 
 
+IMPORT_AND_ENABLE = """
+import sys, megatron_muon
+assert not {"torch", "megatron"} & sys.modules.keys() and not megatron_muon.is_enabled()
+megatron_muon.enable()
+"""
+
+
 def test_version_is_read_from_the_package_that_would_be_imported(tmp_path):
-    """A Megatron-LM checkout before the wheel on the path; nothing of it is imported."""
+    """A Megatron-LM checkout before the wheel on the path; nothing of it is imported.
+
+    Importing this package imports neither torch nor megatron.
+    """
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise RuntimeError('imported')")
     (core / "package_info.py").write_text("__version__ = '0.18.2+abc1234'")
-    done = _python(tmp_path, "from megatron_muon import enable; enable()")
-    assert "megatron-core: expected a version <=0.20.0,>=0.19, found 0.18.2." in done.stderr
-
-
-def _python(folder, code: str) -> subprocess.CompletedProcess:
-    """Run code with a folder first on the path."""
-    path = os.pathsep.join([str(folder), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-c", code],
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_AND_ENABLE],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
         timeout=120,
     )
+    assert "megatron-core: expected a version <=0.20.0,>=0.19, found 0.18.2." in done.stderr
 
 
-ENABLE_TWICE = """
-import sys
-import megatron_muon
-assert not any(name.split(".")[0] in ("torch", "megatron") for name in sys.modules)
-assert not megatron_muon.is_enabled()
-import megatron.training.arguments as arguments
-import megatron.core.optimizer as optimizer
-from megatron.core.optimizer import optimizer as module
+def _enable_and_disable() -> None:
+    import megatron.core.optimizer as optimizer
+    from megatron.core.optimizer import optimizer as module
+    from megatron.training import arguments
 
-renamed = module.copy_optimizer_param_metadata
-del module.copy_optimizer_param_metadata
-try:
-    megatron_muon.enable()
-except megatron_muon.IncompatibleMegatronError as error:
-    assert "copy_optimizer_param_metadata" in error.problems[0], error
-else:
-    raise SystemExit("expected a refusal")
-module.copy_optimizer_param_metadata = renamed
+    def targets() -> tuple[object, ...]:
+        return (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)
 
-originals = (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)
-megatron_muon.enable()
-enabled = (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)
-assert all(now.__wrapped__ is before for now, before in zip(enabled, originals))
-megatron_muon.enable()
-assert enabled == (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)
-megatron_muon.disable()
-assert originals == (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)
-megatron_muon.disable()
+    def refusal() -> str:
+        with pytest.raises(IncompatibleMegatronError) as caught:
+            enabling.enable()
+        assert targets() == originals and not enabling.is_enabled()
+        return caught.value.problems[0]
 
-def shrunk(parser):
-    return parser
-
-arguments.add_megatron_arguments = shrunk
-try:
-    megatron_muon.enable()
-except megatron_muon.IncompatibleMegatronError as error:
-    assert "add_megatron_arguments" in str(error), error
-else:
-    raise SystemExit("expected a refusal")
-assert originals == (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)
-assert not megatron_muon.is_enabled()
-"""
+    originals = targets()
+    with mock.patch.dict(vars(module)), mock.patch.dict(sys.modules):
+        # Imported again, without a name that this package imports.
+        del module.copy_optimizer_param_metadata
+        for name in [name for name in sys.modules if name.startswith("megatron_muon.mcore.")]:
+            del sys.modules[name]
+        assert "copy_optimizer_param_metadata" in refusal()
+    enabling.enable()
+    enabled = targets()
+    assert all(now.__wrapped__ is before for now, before in zip(enabled, originals, strict=True))
+    enabling.enable()
+    assert targets() == enabled
+    enabling.disable()
+    assert targets() == originals
+    enabling.disable()
+    with mock.patch.object(arguments, "add_megatron_arguments", lambda parser: parser):
+        assert "add_megatron_arguments" in refusal()
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_enable_is_idempotent_reversible_and_all_or_nothing():
-    """On the real megatron-core; importing the package imports neither torch nor megatron."""
-    done = subprocess.run([sys.executable, "-c", ENABLE_TWICE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """On the real megatron-core."""
+    run_ranks(1, _enable_and_disable).check()
 
 
 @pytest.mark.skipif(not megatron.core.__version__.startswith("0.19"), reason="of that release")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fsdp_v2 import V2, needs_flags
 from helpers.parity import HIGH, HIGH_TOLERANCE
 from helpers.ranks import launch
 from helpers.repairs import without
@@ -19,9 +18,11 @@ from helpers.toy_gpt import (
     PP,
     TIED,
     TP,
+    V2,
     ZERO,
     fsdp_toy_gpt,
     microbatches,
+    needs_flags,
     reference,
     relative_differences,
     train,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is orthogonalized apart: which parameters are tagged, how, and the bits that come out."""
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -26,49 +27,47 @@ BLOCKS = {
 }
 
 
-def _step_blocks(
-    num_shards: int, grid: dict[str, int], settings: dict[str, Any], exchange: dict[str, Any]
-) -> list[str]:
-    """Step each layout, cut anywhere, empty shards included."""
+# By number of ranks: ranks that rows are sharded over, tensor-parallel ranks and their mode.
+GRIDS = {
+    2: [(2, 1, "blockwise")],
+    3: [(3, 1, "blockwise")],
+    4: [(4, 1, "blockwise"), (2, 2, "duplicated"), (2, 2, "blockwise")],
+}
+
+
+def _step_blocks(world_size: int) -> list[str]:
+    """Step each layout, cut anywhere, empty shards included, and list what differs."""
     init_group()
-    draw = random.Random(num_shards)
-    cases = []
-    for cols, rows, _, _ in BLOCKS.values():
-        cuts = sorted(draw.randint(0, rows) for _ in range(num_shards - 1))
-        cases.append((cols, [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]))
-    optimizers = build_optimizers(
-        num_shards,
-        settings,
-        exchange,
-        cases=cases,
-        blocks=[split for _, _, split, _ in BLOCKS.values()],
-        by_head=[is_head for _, _, _, is_head in BLOCKS.values()],
-        **grid,
-    )
-    step_both(optimizers, exchange.get("comm_dtype", ""))
-    names = list(BLOCKS)
-    return [names[int(each.split(".")[1])] + each for each in optimizers.differences()]
+    different = []
+    for (num_shards, num_tensor_ranks, mode), comm_dtype in itertools.product(
+        GRIDS[world_size], ("fp32", "bf16")
+    ):
+        draw = random.Random(num_shards)
+        cases = []
+        for cols, rows, _, _ in BLOCKS.values():
+            cuts = sorted(draw.randint(0, rows) for _ in range(num_shards - 1))
+            cases.append((cols, [b - a for a, b in itertools.pairwise([0, *cuts, rows])]))
+        optimizers = build_optimizers(
+            num_shards,
+            {"tp_mode": mode},
+            {"comm_dtype": comm_dtype},
+            num_tensor_ranks=num_tensor_ranks,
+            cases=cases,
+            blocks=[split for _, _, split, _ in BLOCKS.values()],
+            by_head=[is_head for _, _, _, is_head in BLOCKS.values()],
+        )
+        step_both(optimizers, comm_dtype)
+        for each in optimizers.differences():
+            name = list(BLOCKS)[int(each.split(".")[1])]
+            different.append(f"{num_shards} shards, {mode}, {comm_dtype}: {name}, {each}")
+    return different
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "exchange", [{"comm_dtype": "fp32"}, {"comm_dtype": "bf16"}], ids=["fp32", "bf16"]
-)
-@pytest.mark.parametrize(
-    ("num_shards", "grid", "mode"),
-    [
-        (2, {}, "blockwise"),
-        (3, {}, "blockwise"),
-        pytest.param(4, {}, "blockwise", marks=pytest.mark.slow),
-        (2, {"num_tensor_ranks": 2}, "duplicated"),
-        pytest.param(2, {"num_tensor_ranks": 2}, "blockwise", marks=pytest.mark.slow),
-    ],
-)
-def test_blocks_have_the_bits_of_upstreams_split(num_shards, grid, mode, exchange):
+@pytest.mark.parametrize("world_size", GRIDS)
+def test_blocks_have_the_bits_of_upstreams_split(world_size):
     """Heads are not joined over tensor-parallel ranks, other blocks are."""
-    world_size = num_shards * grid.get("num_tensor_ranks", 1)
-    run = run_ranks(world_size, _step_blocks, num_shards, grid, {"tp_mode": mode}, exchange)
-    assert run.check().results == [[]] * world_size
+    assert run_ranks(world_size, _step_blocks, world_size).check().results == [[]] * world_size
 
 
 def _modules() -> Any:
@@ -114,20 +113,6 @@ def _modules() -> Any:
     return chunk
 
 
-def _tags(splits: Splits) -> dict[str, tuple[int, ...]]:
-    from megatron_muon.mcore.splits import tag_blocks
-
-    chunk = _modules()
-    tag_blocks(chunk, splits, lambda param: param.shape[0])
-    for param in chunk.parameters():
-        assert getattr(param, "is_qkv", False) == hasattr(param, "qkv_split_shapes")
-    return {
-        name: tuple(param.qkv_split_shapes)
-        for name, param in chunk.named_parameters()
-        if hasattr(param, "qkv_split_shapes")
-    }
-
-
 QKV = {"attention.linear_qkv.weight": (8, 4, 4)}
 GLU = {
     "mlp.linear_fc1.weight": (20, 20),
@@ -160,18 +145,23 @@ MLA = {"latent.linear_q_proj.weight": (5, 3), "latent.linear_kv_up_proj.weight":
     ids=str,
 )
 def test_parameters_are_tagged_by_the_module_that_holds_them(splits, expected):
-    """By default what upstream tags; each flag adds its own, and heads are attention's alone."""
-    assert _tags(splits) == expected
+    """By default what upstream tags; each flag adds its own, and heads are attention's alone.
 
-
-def test_heads_are_marked_as_such():
-    """Tensor-parallel ranks do not join them; gate and up they do."""
+    Tensor-parallel ranks do not join heads, which are marked; gate and up they do.
+    """
     from megatron_muon.mcore.splits import tag_blocks
 
     chunk = _modules()
-    tag_blocks(chunk, Splits(per_head=True, glu=True), lambda param: param.shape[0])
-    marked = {name for name, p in chunk.named_parameters() if getattr(p, "is_split_by_head", False)}
-    assert marked == {"attention.linear_qkv.weight"}
+    tag_blocks(chunk, splits, lambda param: param.shape[0])
+    tagged, heads = {}, set()
+    for name, param in chunk.named_parameters():
+        assert getattr(param, "is_qkv", False) == hasattr(param, "qkv_split_shapes")
+        if hasattr(param, "qkv_split_shapes"):
+            tagged[name] = tuple(param.qkv_split_shapes)
+        if getattr(param, "is_split_by_head", False):
+            heads.add(name)
+    assert tagged == expected
+    assert heads == (expected.keys() - GLU.keys() if splits.per_head else set())
 
 
 def test_parts_of_a_query_group_stay_whole_or_are_refused():
