@@ -6,11 +6,16 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.device import device, init_group
 from helpers.fsdp2_models import drawn
 from helpers.megatron_fsdp import EVEN, UNEVEN, Version1
 from helpers.ranks import run_ranks
 from helpers.whole_matrices import WholeMuon, differences
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
@@ -32,8 +37,6 @@ def _set_grads(model: Version1, step: int) -> list[Any]:
 def _muon(model: Version1) -> Any:
     from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
 
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon
-
     groups = [
         {"params": [(f"w{i}", each.param)], **each.keys} for i, each in enumerate(model.parameters)
     ]
@@ -42,10 +45,7 @@ def _muon(model: Version1) -> Any:
 
 
 def _error_of_tensor_made_of_shards() -> str:
-    import torch
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
-
-    from megatron_muon.fsdp2 import Muon
 
     param = Version1("one_axis", *UNEVEN).parameters[0].param
     made = torch.nn.Parameter(param.detach().clone())
@@ -58,8 +58,6 @@ def _error_of_tensor_made_of_shards() -> str:
 def _state_with_adamw() -> list[list[str]]:
     """Return the names of states, by parameter, of one optimizer with a group of AdamW."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
-
-    from megatron_muon.fsdp2 import MuonAdamW
 
     # One buffer of all: its small last matrix is on one rank alone.
     model = Version1("one_axis", "Sequential", [[10, 8], [16, 10], [2, 16]])
@@ -79,13 +77,8 @@ def _state(model: Version1, muon: Any) -> dict[str, Any]:
     return {"model": model.model.state_dict(), "optimizer": muon.state_dict()}
 
 
-def _save(folder: str) -> list[Any]:
-    """Save after a step of HFSDP; return what differs after two, and facts of other models."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    init_group()
+def _save(folder: str) -> list[str]:
+    """Save after a step of HFSDP; return what differs after two."""
     different = []
     for kind, shapes in KINDS.items():
         model = Version1("hfsdp", *shapes)
@@ -100,14 +93,12 @@ def _save(folder: str) -> list[Any]:
         different += differences(model.parameters, muon, expected[1])
         if dist.get_rank() == 0:
             torch.save(expected, f"{folder}/{kind}/expected")
-    return [different, _error_of_tensor_made_of_shards(), _state_with_adamw()]
+    dist.barrier()
+    return different
 
 
 def _load(folder: str, layouts: list[str]) -> dict[str, list[list[str]]]:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    init_group()
+    """Return by layout what differs after loading, and after the next step."""
     found = {}
     for layout, (kind, shapes) in itertools.product(layouts, KINDS.items()):
         model = Version1(layout, *shapes, seed=50)
@@ -124,31 +115,47 @@ def _load(folder: str, layouts: list[str]) -> dict[str, list[list[str]]]:
     return found
 
 
+def _run_all(folder: str) -> dict[str, Any]:
+    """Load on two ranks; on four save before, and return facts of other models too."""
+    init_group()
+    if dist.get_world_size() == 2:
+        return {"loaded": _load(folder, ["one_axis_of_two"])}
+    return {
+        "saved": _save(folder),
+        "loaded": _load(folder, ["tensor_rows", "tensor_columns"]),
+        "made": _error_of_tensor_made_of_shards(),
+        "adamw": _state_with_adamw(),
+    }
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[Any]]]:
-    """Return the folder of checkpoints, and what each rank found."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    return folder, run_ranks(4, _save, folder).check().results
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of checkpoints."""
+    return str(tmp_path_factory.mktemp("saved"))
 
 
-def test_state_of_hfsdp_loads_on_other_ranks(saved):
+@pytest.fixture(scope="module")
+def on_four(folder: str) -> list[dict[str, Any]]:
+    """Return what each of four ranks found."""
+    return run_ranks(4, _run_all, folder).check().results
+
+
+def test_state_of_hfsdp_loads_on_other_ranks(folder, on_four):
     """Through upstream's hooks of ``state_dict()``, which record chunks; on the bits of the run."""
-    folder, by_rank = saved
-    assert [different for different, _, _ in by_rank] == [[]] * 4
-    for num_ranks, layouts in ((2, ["one_axis_of_two"]), (4, ["tensor_rows", "tensor_columns"])):
-        for found in run_ranks(num_ranks, _load, folder, layouts).check().results:
-            assert len(found) == 2 * len(layouts)
-            assert all(each == [[], []] for each in found.values()), found
+    assert [found["saved"] for found in on_four] == [[]] * 4
+    for found in (*on_four, *run_ranks(2, _run_all, folder).check().results):
+        loaded = found["loaded"]
+        assert len(loaded) in (2, 4) and all(each == [[], []] for each in loaded.values()), loaded
 
 
-def test_tensor_made_of_shards_is_refused_on_all_ranks(saved):
+def test_tensor_made_of_shards_is_refused_on_all_ranks(on_four):
     """No buffer says which rows others hold; to gather all shapes took minutes on 16,384 ranks."""
-    for _, error, _ in saved[1]:
-        assert "made: expected a parameter of a model of Megatron-FSDP" in error
-        assert "Pass the parameter" in error and "No optimizer was built." in error
+    for found in on_four:
+        assert "made: expected a parameter of a model of Megatron-FSDP" in found["made"]
+        assert "Pass the parameter" in found["made"] and "No optimizer was built." in found["made"]
 
 
-def test_adamw_has_state_of_empty_shards_on_all_ranks(saved):
+def test_adamw_has_state_of_empty_shards_on_all_ranks(on_four):
     """Megatron-FSDP gathers every tensor of the state to save it: it hung where one was missing."""
     of_muon, of_adamw = ["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]
-    assert [states for _, _, states in saved[1]] == [[of_muon, of_muon, of_adamw]] * 4
+    assert [found["adamw"] for found in on_four] == [[of_muon, of_muon, of_adamw]] * 4

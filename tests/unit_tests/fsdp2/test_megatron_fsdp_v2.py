@@ -6,14 +6,21 @@
 more layouts than releases.
 """
 
-from pathlib import Path
+import gc
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.device import init_group
 from helpers.megatron_fsdp import ShardedNet, has_grad_dtype, is_main, layouts, module_of
 from helpers.ranks import run_ranks
 from helpers.whole_matrices import WholeMuon, differences
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
@@ -26,8 +33,6 @@ UNITS = {"shapes": [[16, 8], [1, 4], [6, 2, 3, 3]], "units": True}
 
 def _build(net: ShardedNet, is_one: bool) -> Any:
     """Return Muon for the matrices, or one optimizer with AdamW for the vectors too."""
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
-
     groups: list[dict[str, Any]] = [
         {"params": [(name, param)], **each.keys}
         for (name, param), each in zip(net.matrices.items(), net.parameters, strict=True)
@@ -41,8 +46,6 @@ def _build(net: ShardedNet, is_one: bool) -> Any:
 
 def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
     """Take three steps of two microbatches beside whole matrices, and list what differs."""
-    import torch
-
     optimizer = _build(net, is_one)
     module_of("experimental").fully_shard_optimizer(optimizer, **sharding)
     reference = WholeMuon(net.parameters, **MUON)
@@ -68,10 +71,6 @@ def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
 
 def _train_all() -> dict[str, Any]:
     """Train in every layout of this number of ranks; also list rows by rank."""
-    import torch
-    import torch.distributed as dist
-
-    init_group()
     found = {}
     for layout in layouts():
         if dist.get_world_size() == 3 and "h" in layout:
@@ -88,35 +87,18 @@ def _train_all() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_steps_are_those_of_whole_matrices(num_ranks):
-    """In each layout, with gradients of two microbatches, through ``fully_shard_optimizer``."""
-    by_rank = run_ranks(num_ranks, _train_all).check().results
-    for case in by_rank[0]:
-        assert [each[case][1] for each in by_rank] == [[]] * num_ranks, case
-    # Somebody holds nothing of a matrix, somebody else a part of it that is not even.
-    shared = [each["zero3, shared"][0] for each in by_rank]
-    assert any(0 in rows for rows in shared)
-    assert any(
-        len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*shared, strict=True)
-    )
+def _state(net: ShardedNet, optimizer: Any) -> dict[str, Any]:
+    state = dict(zip(("model", "optimizer"), get_state_dict(net.model, optimizer), strict=True))
+    module_of("uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
+    return state
 
 
 def _save_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    state = dict(zip(("model", "optimizer"), get_state_dict(net.model, optimizer), strict=True))
-    module_of("uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(_state(net, optimizer), checkpoint_id=folder)
 
 
 def _load_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    state = dict(zip(("model", "optimizer"), get_state_dict(net.model, optimizer), strict=True))
-    module_of("uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
+    state = _state(net, optimizer)
     dcp.load(state, checkpoint_id=folder)
     model, of_optimizer = state["model"], state["optimizer"]
     set_state_dict(net.model, optimizer, model_state_dict=model, optim_state_dict=of_optimizer)
@@ -153,11 +135,6 @@ def _build_to_save(layout: str, seed: int = 0) -> tuple[ShardedNet, Any]:
 
 def _save(folder: str) -> list[str]:
     """Save after a step, in each layout and way; list what differs, in files too."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    init_group()
     different = []
     for layout in layouts():
         net, optimizer = _build_to_save(layout)
@@ -186,10 +163,6 @@ def _save(folder: str) -> list[str]:
 
 def _load(folder: str) -> dict[str, list[list[str]]]:
     """Load what each layout has saved, and make the next step."""
-    import torch
-    import torch.distributed as dist
-
-    init_group()
     found = {}
     for layout in layouts():
         saved, expected = torch.load(f"{folder}/{layout}")
@@ -208,14 +181,6 @@ def _load(folder: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def test_checkpoints_load_on_other_ranks(tmp_path: Path):
-    """With upstream's chunks, by torch's functions and main's own; files have whole matrices."""
-    assert run_ranks(4, _save, str(tmp_path)).check().results == [[]] * 4
-    for num_ranks in (2, 3, 4):
-        for found in run_ranks(num_ranks, _load, str(tmp_path)).check().results:
-            assert found and all(each == [[], []] for each in found.values()), found
-
-
 def _error_of(call: Any) -> str:
     try:
         call()
@@ -226,8 +191,6 @@ def _error_of(call: Any) -> str:
 
 def _steps_without_all_gradients() -> dict[str, str]:
     """Return the errors of steps; raise if one has changed a parameter."""
-    import torch
-
     errors = {}
     for name, is_one in (("unused", False), ("unused vector", True)):
         net = ShardedNet("zero3", **SHARED)
@@ -251,13 +214,6 @@ def _steps_without_all_gradients() -> dict[str, str]:
 
 
 def _refuse() -> dict[str, str]:
-    import gc
-
-    import torch
-
-    from megatron_muon.fsdp2 import Muon
-
-    init_group()
     errors = _steps_without_all_gradients()
     net = ShardedNet("zero3", **SHARED)
 
@@ -275,7 +231,47 @@ def _refuse() -> dict[str, str]:
     return errors
 
 
-def test_refusals_name_the_parameter_on_all_ranks():
+def _run_all(folder: str) -> dict[str, Any]:
+    """Run everything in one world of ranks; four of them save what all load."""
+    init_group()
+    num_ranks = dist.get_world_size()
+    trained, saved = _train_all(), _save(folder) if num_ranks == 4 else []
+    dist.barrier()
+    refused = _refuse() if num_ranks == 2 else {}
+    return {"trained": trained, "saved": saved, "loaded": _load(folder), "refused": refused}
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Return what ranks found, by their number."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return {size: run_ranks(size, _run_all, folder).check().results for size in (4, 3, 2)}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_steps_are_those_of_whole_matrices(worlds, num_ranks):
+    """In each layout, with gradients of two microbatches, through ``fully_shard_optimizer``."""
+    by_rank = [found["trained"] for found in worlds[num_ranks]]
+    for case in by_rank[0]:
+        assert [each[case][1] for each in by_rank] == [[]] * num_ranks, case
+    # Somebody holds nothing of a matrix, somebody else a part of it that is not even.
+    shared = [each["zero3, shared"][0] for each in by_rank]
+    assert any(0 in rows for rows in shared)
+    assert any(
+        len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*shared, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_checkpoints_load_on_other_ranks(worlds, num_ranks):
+    """With upstream's chunks, by torch's functions and main's own; files have whole matrices."""
+    assert [found["saved"] for found in worlds[4]] == [[]] * 4
+    for found in worlds[num_ranks]:
+        loaded = found["loaded"]
+        assert loaded and all(each == [[], []] for each in loaded.values()), loaded
+
+
+def test_refusals_name_the_parameter_on_all_ranks(worlds):
     """At construction or in the first step, which changes nothing.
 
     A parameter without a gradient keeps Megatron-FSDP from reducing those of its whole module: it
@@ -290,7 +286,7 @@ def test_refusals_name_the_parameter_on_all_ranks():
         "gathered": "w: expected a DTensor in a job of 2 ranks, got a plain tensor",
         "gone": "layers.0.weight: expected a parameter of a model that exists, got one of none",
     }
-    for errors in run_ranks(2, _refuse).check().results:
+    for errors in (found["refused"] for found in worlds[2]):
         assert set(expected) - set(errors) <= {"gone", "bf16 for AdamW"}
         for case, error in errors.items():
             assert expected[case] in error, case

@@ -73,16 +73,6 @@ def test_single_rank_steps_like_emerging_optimizers(settings, dtype, momentum_dt
         assert torch.equal(ours.grad, grad) != is_changed
 
 
-@has_grad_dtype
-def test_gradients_in_float16_are_refused():
-    """They are scaled, or about to overflow."""
-    ours, _, muon, _ = _pair()
-    ours.grad_dtype = torch.float16
-    ours.grad = torch.ones(3, 4, dtype=torch.float16, device=device())
-    with pytest.raises(RuntimeError, match="expected a gradient like the parameter"):
-        muon.step()
-
-
 def test_closure_computes_gradients_and_its_loss_is_returned():
     """It runs with gradients on, though the step does not."""
     ours, theirs, muon, reference = _pair()
@@ -148,21 +138,6 @@ def test_groups_have_settings_of_their_own():
     reference.step()
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], torch.cat(theirs[1:]))
-
-
-def test_splits_of_this_run_win_over_those_of_the_checkpoint():
-    """They decide the plan; what a checkpoint says otherwise is warned of."""
-    param = torch.nn.Parameter(torch.ones(4, 4))
-    saved = Muon([{"params": [param], "split_sizes": 2, "transposed": True}]).state_dict()
-    other = Muon([{"params": [param], "split_sizes": (1, 3)}])
-    with pytest.warns(UserWarning) as warned:
-        other.load_state_dict(saved)
-    texts = [str(each.message) for each in warned]
-    assert len(texts) == 2
-    assert "split_sizes 2, this run (1, 3)" in texts[0]
-    assert "transposed True, this run False" in texts[1]
-    assert other.param_groups[0]["split_sizes"] == (1, 3)
-    assert "transposed" not in other.param_groups[0]
 
 
 def _step_without_gradients() -> None:
