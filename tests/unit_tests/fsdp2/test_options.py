@@ -12,16 +12,24 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group
-from helpers.fsdp2_models import FSDP2, drawn, load_state, save_state
+from helpers.fsdp2_models import FSDP2, draw_grads, drawn, load_state, save_state
 from helpers.ranks import ROOT, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 from megatron_muon.step import stored_state
 
-NUM_STEPS = 3
+
+def _stepped(*shapes: tuple[int, int], num_steps: int = 1, **options: Any) -> tuple[Muon, Any]:
+    """Step parameters of one rank with gradients that are drawn."""
+    params = [torch.nn.Parameter(drawn(shape, i)) for i, shape in enumerate(shapes)]
+    group = {"params": params, "split_sizes": options.pop("split_sizes", None)}
+    muon = Muon([group], lr=0.1, **options)
+    for step in range(num_steps):
+        draw_grads(params, step)
+        muon.step()
+    return muon, params
 
 
 def orthogonal(stack: Any) -> Any:
@@ -30,44 +38,30 @@ def orthogonal(stack: Any) -> Any:
     return u @ v
 
 
-@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtype):
-    """On CPU ranks the copies are to the same device; a GPU shows the rest."""
-    params = [[torch.nn.Parameter(drawn((6, 9), i)) for i in range(2)] for _ in range(2)]
-    options: Any = {"lr": 0.1, "nesterov": nesterov, "momentum_dtype": momentum_dtype}
-    optimizers = [
-        Muon(of_one, offload_momentum=is_offloaded, **options)
-        for of_one, is_offloaded in zip(params, (True, False), strict=True)
-    ]
-    for step in range(NUM_STEPS):
-        for of_one, muon in zip(params, optimizers, strict=True):
-            # The other one has no gradient.
-            of_one[0].grad = drawn((6, 9), 80 + step)
-            muon.step()
-    for ours, theirs in zip(*params, strict=True):
-        momentum = optimizers[0].state[ours]["momentum_buffer"]
-        assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
-        assert momentum.is_pinned() == (ours.device.type == "cuda")
-        assert torch.equal(momentum.to(ours.device), optimizers[1].state[theirs]["momentum_buffer"])
-        assert torch.equal(ours, theirs)
-    optimizers[0].load_state_dict(optimizers[1].state_dict())
-    momentum = optimizers[0].state[params[0][0]]["momentum_buffer"]
-    assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
+def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, dtype):
+    """On CPU ranks the copies are to the same device; test_copy_back.py has streams."""
+    options: Any = {"num_steps": 3, "nesterov": nesterov, "momentum_dtype": dtype}
+    ours, (param,) = _stepped((6, 9), offload_momentum=True, **options)
+    theirs, (other,) = _stepped((6, 9), **options)
+    assert torch.equal(param, other)
+    for _ in range(2):
+        momentum = ours.state[param]["momentum_buffer"]
+        assert momentum.device.type == "cpu" and momentum.dtype == dtype
+        assert torch.equal(momentum, theirs.state[other]["momentum_buffer"].cpu())
+        ours.load_state_dict(theirs.state_dict())
 
 
 def test_memory_that_cannot_be_pinned_is_an_error():
     """Of one rank, which all of them raise."""
-
-    def fail(_tensor: Any) -> Any:
-        raise RuntimeError("CUDA error: out of memory\nmore")
-
+    error = RuntimeError("CUDA error: out of memory\nmore")
     said = "offload_momentum: expected CPU memory that can be pinned, got CUDA error"
     with (
-        mock.patch.object(stored_state, "_in_cpu_memory", fail),
+        mock.patch.object(stored_state, "_in_cpu_memory", side_effect=error),
         pytest.raises(RuntimeError, match=said),
     ):
-        Muon([torch.nn.Parameter(drawn((6, 9), 0))], offload_momentum=True)
+        _stepped((6, 9), offload_momentum=True)
 
 
 def _step_bf16(folder: str) -> None:
@@ -82,60 +76,95 @@ def _step_bf16(folder: str) -> None:
         model = torch.nn.Module()
         model.forward = lambda: None  # type: ignore[assignment]
         for i, shape in enumerate(shapes):
-            param = torch.nn.Parameter(drawn(shape, i).bfloat16())
-            setattr(model, f"weight{i}", param)
+            setattr(model, f"weight{i}", torch.nn.Parameter(drawn(shape, i).bfloat16()))
         fully_shard(model, mesh=mesh)
         exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
         return model, Muon(list(model.named_parameters()), exchange=exchange, **options)
 
-    def step(number: int) -> None:
-        """Step both, and compare."""
-        for i, param in enumerate(model.parameters()):
-            grad = drawn(shapes[i], 30 * number + i).bfloat16()
-            param.grad = distribute_tensor(grad, mesh, param.placements)
-            wholes[i].grad = grad.float()
+    model, muon = build()
+    for step in range(4):
+        if step == 2:
+            save_state(folder, model, muon)
+            model, muon = build()
+            load_state(folder, model, muon)
+        draw_grads(model.parameters(), step)
+        for param, whole in zip(model.parameters(), wholes, strict=True):
+            whole.grad = param.grad.full_tensor().float()
         muon.step()
         reference.step()
         for param, whole in zip(model.parameters(), wholes, strict=True):
             own, expected = muon.state[param], whole.detach()
             assert own["main_param"].dtype == torch.float32 and param.dtype == torch.bfloat16
-            assert torch.equal(own["main_param"].full_tensor(), expected), number
-            assert torch.equal(param.full_tensor(), expected.bfloat16()), number
+            assert torch.equal(own["main_param"].full_tensor(), expected), step
+            assert torch.equal(param.full_tensor(), expected.bfloat16()), step
             momentum = reference.state[whole]["momentum_buffer"]
-            assert torch.equal(own["momentum_buffer"].full_tensor(), momentum), number
+            assert torch.equal(own["momentum_buffer"].full_tensor(), momentum), step
 
-    model, muon = build()
-    step(0)
-    step(1)
-    save_state(folder, model, muon)
-    model, muon = build()
-    load_state(folder, model, muon)
-    step(2)
-    step(3)
+
+def _train_in_cpu_memory(folder: str) -> None:
+    """Train with and without CPUOffloadPolicy, with a checkpoint."""
+    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5))
+
+    def build(policy: OffloadPolicy) -> tuple[Any, Any]:
+        model = copy.deepcopy(first)
+        if not isinstance(policy, CPUOffloadPolicy):
+            model = model.to(device())
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        return model, MuonAdamW.from_model(model, lr=0.1)
+
+    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda")
+    (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
+    for number in range(4):
+        if number == 2:
+            save_state(folder, model, muon)
+            model, muon = build(offload)
+            load_state(folder, model, muon)
+        batch = drawn((8, 6), 20 + number)
+        for each, optimizer in ((model, muon), (plain, plain_muon)):
+            optimizer.zero_grad()
+            each(batch).square().mean().backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        state = muon.state[ours]
+        momentum = state.get("momentum_buffer", state.get("exp_avg"))
+        assert all(each.to_local().device.type == "cpu" for each in (ours, momentum))
+        assert torch.equal(ours.to_local(), theirs.to_local().cpu())
+
+
+def _on_two_ranks(folder: str) -> None:
+    init_group()
+    _step_bf16(f"{folder}/bf16")
+    _train_in_cpu_memory(f"{folder}/cpu")
+
+
+@pytest.mark.ranks
+def test_parameters_in_bfloat16_or_cpu_memory_keep_their_bits(tmp_path):
+    """Through a checkpoint: as float32 copies, and with CPUOffloadPolicy.
+
+    The reference in float32 is emerging-optimizers' Muon, rounded; test_rows_in_cpu_memory.py has
+    what CPU ranks cannot show.
+    """
+    run_ranks(2, _on_two_ranks, str(tmp_path)).check()
 
 
 def test_own_function_sees_stacks_of_whole_matrices():
     """It replaces Newton-Schulz; scale and update stay."""
-    params = [
-        torch.nn.Parameter(drawn(shape, i)) for i, shape in enumerate([(4, 6), (4, 6), (7, 3)])
-    ]
-    before = [param.detach().clone() for param in params]
     seen = []
 
     def orthogonalize(stack: Any) -> Any:
-        seen.append((tuple(stack.shape), stack.dtype))
+        seen.append((len(stack), stack.shape[1:], stack.dtype))
         return orthogonal(stack)
 
-    muon = Muon(params, lr=0.1, weight_decay=0.0, newton_schulz=orthogonalize, scale_mode="none")
+    shapes = [(4, 6), (4, 6), (7, 3)]
+    options: Any = {"weight_decay": 0.0, "scale_mode": "none"}
+    _, params = _stepped(*shapes, newton_schulz=orthogonalize, **options)
+    assert sum(size for size, *_ in seen) == 3
+    assert {(shape, dtype) for _, shape, dtype in seen} == {(x, torch.float32) for x in shapes}
     for i, param in enumerate(params):
-        param.grad = drawn(param.shape, 10 + i)
-    muon.step()
-    assert {dtype for _, dtype in seen} == {torch.float32}
-    assert sum(shape[0] for shape, _ in seen) == 3
-    assert {shape[1:] for shape, _ in seen} == {(4, 6), (7, 3)}
-    for param, old in zip(params, before, strict=True):
         # Of a matrix alone and of one in a stack, whose products are rounded otherwise.
-        expected = old - 0.1 * orthogonal(param.grad)
+        expected = drawn(param.shape, i) - 0.1 * orthogonal(param.grad)
         torch.testing.assert_close(param.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -194,66 +223,16 @@ def test_results_are_scaled_as_the_mode_says(mode, factor):
 
 def test_rows_that_are_left_are_a_block():
     """By -1 at the end, as torch.reshape names what is left."""
-    ours, theirs = (torch.nn.Parameter(drawn((10, 6), 2)) for _ in range(2))
-    grad = drawn((10, 6), 3)
-    for param, sizes in ((ours, (3, 3, -1)), (theirs, (3, 3, 4))):
-        muon = Muon([{"params": [param], "split_sizes": sizes}], lr=0.1)
-        param.grad = grad.clone()
-        muon.step()
+    (_, (ours,)), (_, (theirs,)) = (
+        _stepped((10, 6), split_sizes=sizes) for sizes in ((3, 3, -1), (3, 3, 4))
+    )
     assert torch.equal(ours, theirs)
-
-
-def _train_in_cpu_memory(folder: str) -> None:
-    """Train with and without CPUOffloadPolicy, with a checkpoint."""
-    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
-    torch.manual_seed(0)
-    first = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5))
-
-    def build(policy: OffloadPolicy) -> tuple[Any, Any]:
-        model = copy.deepcopy(first)
-        if not isinstance(policy, CPUOffloadPolicy):
-            model = model.to(device())
-        fully_shard(model, mesh=mesh, offload_policy=policy)
-        return model, MuonAdamW.from_model(model, lr=0.1)
-
-    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda")
-    (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
-    for number in range(4):
-        if number == 2:
-            save_state(folder, model, muon)
-            model, muon = build(offload)
-            load_state(folder, model, muon)
-        batch = drawn((8, 6), 20 + number).to(device())
-        for each, optimizer in ((model, muon), (plain, plain_muon)):
-            optimizer.zero_grad()
-            each(batch).square().mean().backward()
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        state = muon.state[ours]
-        momentum = state.get("momentum_buffer", state.get("exp_avg"))
-        assert all(each.to_local().device.type == "cpu" for each in (ours, momentum))
-        assert torch.equal(ours.to_local(), theirs.to_local().cpu())
-
-
-def _on_two_ranks(folder: str) -> None:
-    init_group()
-    _step_bf16(f"{folder}/bf16")
-    _train_in_cpu_memory(f"{folder}/cpu")
-
-
-@pytest.mark.ranks
-def test_parameters_in_bfloat16_or_cpu_memory_keep_their_bits(tmp_path):
-    """Through a checkpoint: as float32 copies, and with CPUOffloadPolicy.
-
-    The reference in float32 is emerging-optimizers' Muon, rounded; test_rows_in_cpu_memory.py has
-    what CPU ranks cannot show.
-    """
-    run_ranks(2, _on_two_ranks, str(tmp_path)).check()
 
 
 def _figures(case: str, is_exact: bool) -> list[Any]:
     """Return the figures of two steps, and what they should be by whole tensors."""
     parameters = FSDP2[4][case]()
+    params = [each.param for each in parameters]
     muon = Muon(
         [{"params": [each.param], **each.keys} for each in parameters],
         lr=0.5,
@@ -262,20 +241,20 @@ def _figures(case: str, is_exact: bool) -> list[Any]:
         newton_schulz=orthogonal if is_exact else None,
     )
     muon.record_metrics()
+
+    def whole(tensors: Any) -> list[Any]:
+        return [each.full_tensor().detach().clone() for each in tensors]
+
     found = []
     for step in range(2):
-        before = [each.param.full_tensor().detach().clone() for each in parameters]
         for i, each in enumerate(parameters):
             each.draw_grad(9 * step + i)
-        grads = [each.param.grad.full_tensor() for each in parameters]
+        before = whole(params)
         muon.step()
-        momentum = [muon.state[each.param]["momentum_buffer"].full_tensor() for each in parameters]
-        updates = [
-            (old - each.param.full_tensor()) / 0.5
-            for old, each in zip(before, parameters, strict=True)
-        ]
+        momentum = whole(muon.state[param]["momentum_buffer"] for param in params)
+        updates = [(old - new) / 0.5 for old, new in zip(before, whole(params), strict=True)]
         of_whole = [
-            [float(each.norm()) for each in grads],
+            [float(each.norm()) for each in whole(param.grad for param in params)],
             [float(each.norm()) for each in momentum],
             [float(each.square().mean().sqrt()) for each in updates],
         ]
@@ -295,17 +274,15 @@ def test_figures_are_those_of_whole_tensors():
     (first, *others) = run_ranks(4, _all_figures).check().results
     assert all(other == first for other in others)
     *newton_schulz, exact = first
-    for (gradients, momenta, updates, error), expected in itertools.chain(*newton_schulz):
+    for (*figures, error), expected in itertools.chain(*newton_schulz):
         # Sums in float32, in another order; updates are differences of weights of about 1.
-        for figures, of_whole in zip((gradients, momenta, updates), expected, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(figures), torch.tensor(of_whole), rtol=1e-4, atol=1e-4
-            )
+        torch.testing.assert_close(
+            torch.tensor(figures), torch.tensor(expected), rtol=1e-4, atol=1e-4
+        )
         # Newton-Schulz leaves singular values between 0.7 and 1.2.
         assert 0.01 < error < 0.6
     # By singular values in place of Newton-Schulz.
-    for figures, _ in exact:
-        assert figures[3] < 1e-4
+    assert all(figures[3] < 1e-4 for figures, _ in exact)
 
 
 def test_phases_of_a_step_are_ranges_of_a_profile():
