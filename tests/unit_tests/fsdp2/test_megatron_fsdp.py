@@ -3,6 +3,7 @@
 """Version 1 of Megatron-FSDP outside of its trainer; ``test_layouts.py`` has its steps."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +45,8 @@ def _muon(model: Version1) -> Any:
     return fully_shard_optimizer(Muon(groups, exchange=exchange, **MUON))
 
 
-def _error_of_tensor_made_of_shards() -> str:
+def _refuse_tensor_made_of_shards() -> None:
+    """No buffer says which rows others hold; to gather all shapes took minutes on 16,384 ranks."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
     param = Version1("one_axis", *UNEVEN).parameters[0].param
@@ -52,11 +54,16 @@ def _error_of_tensor_made_of_shards() -> str:
     uneven_dtensor.update_uneven_dtensor_chunk_metadata(made)
     with pytest.raises(RuntimeError) as error:
         Muon([("made", made)])
-    return str(error.value)
+    for said in (
+        "made: expected a parameter of a model of Megatron-FSDP",
+        "Pass the parameter",
+        "No optimizer was built.",
+    ):
+        assert said in str(error.value)
 
 
-def _state_with_adamw() -> list[list[str]]:
-    """Return the names of states, by parameter, of one optimizer with a group of AdamW."""
+def _step_empty_shards_of_adamw() -> None:
+    """Megatron-FSDP gathers every tensor of the state to save it: it hung where one was missing."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
 
     # One buffer of all: its small last matrix is on one rank alone.
@@ -67,19 +74,19 @@ def _state_with_adamw() -> list[list[str]]:
     )
     _set_grads(model, 0)
     optimizer.step(sync_grad_before_optimizer_step=False)
-    # It gathers each tensor of the state, on all ranks together.
+    # On all ranks together.
     optimizer.state_dict()
     assert last.grad is None or last.to_local().numel()
-    return [sorted(optimizer.state[param]) for param in (*matrices, last)]
+    assert {*optimizer.state[last]} == {"exp_avg", "exp_avg_sq", "step"}
+    assert all({*optimizer.state[param]} == {"momentum_buffer"} for param in matrices)
 
 
 def _state(model: Version1, muon: Any) -> dict[str, Any]:
     return {"model": model.model.state_dict(), "optimizer": muon.state_dict()}
 
 
-def _save(folder: str) -> list[str]:
-    """Save after a step of HFSDP; return what differs after two."""
-    different = []
+def _save(folder: str) -> None:
+    """Save after a step of HFSDP, and step on."""
     for kind, shapes in KINDS.items():
         model = Version1("hfsdp", *shapes)
         muon, reference = _muon(model), WholeMuon(model.parameters, **MUON)
@@ -90,16 +97,14 @@ def _save(folder: str) -> list[str]:
             expected.append(reference.wholes())
             if step == 0:
                 dcp.save(_state(model, muon), checkpoint_id=f"{folder}/{kind}")
-        different += differences(model.parameters, muon, expected[1])
+        assert differences(model.parameters, muon, expected[1]) == []
         if dist.get_rank() == 0:
             torch.save(expected, f"{folder}/{kind}/expected")
     dist.barrier()
-    return different
 
 
-def _load(folder: str, layouts: list[str]) -> dict[str, list[list[str]]]:
-    """Return by layout what differs after loading, and after the next step."""
-    found = {}
+def _load(folder: str, layouts: Sequence[str]) -> None:
+    """Load in other layouts, and make the next step."""
     for layout, (kind, shapes) in itertools.product(layouts, KINDS.items()):
         model = Version1(layout, *shapes, seed=50)
         muon = _muon(model)
@@ -108,54 +113,29 @@ def _load(folder: str, layouts: list[str]) -> dict[str, list[list[str]]]:
         model.model.load_state_dict(state["model"])
         muon.load_state_dict(state["optimizer"])
         expected = torch.load(f"{folder}/{kind}/expected", map_location=device())
-        loaded = differences(model.parameters, muon, expected[0])
+        assert differences(model.parameters, muon, expected[0]) == [], (layout, kind)
         _set_grads(model, 1)
         muon.step(sync_grad_before_optimizer_step=False)
-        found[f"{layout}, {kind}"] = [loaded, differences(model.parameters, muon, expected[1])]
-    return found
+        assert differences(model.parameters, muon, expected[1]) == [], (layout, kind)
 
 
-def _run_all(folder: str) -> dict[str, Any]:
-    """Load on two ranks; on four save before, and return facts of other models too."""
+def _on_four_ranks(folder: str) -> None:
     init_group()
-    if dist.get_world_size() == 2:
-        return {"loaded": _load(folder, ["one_axis_of_two"])}
-    return {
-        "saved": _save(folder),
-        "loaded": _load(folder, ["tensor_rows", "tensor_columns"]),
-        "made": _error_of_tensor_made_of_shards(),
-        "adamw": _state_with_adamw(),
-    }
+    _save(folder)
+    _load(folder, ["tensor_rows", "tensor_columns"])
+    _refuse_tensor_made_of_shards()
+    _step_empty_shards_of_adamw()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of checkpoints."""
-    return str(tmp_path_factory.mktemp("saved"))
+def _on_two_ranks(folder: str) -> None:
+    init_group()
+    _load(folder, ["one_axis_of_two"])
 
 
-@pytest.fixture(scope="module")
-def on_four(folder: str) -> list[dict[str, Any]]:
-    """Return what each of four ranks found."""
-    return run_ranks(4, _run_all, folder).check().results
+def test_state_of_hfsdp_loads_on_other_ranks(tmp_path):
+    """Through upstream's hooks of ``state_dict()``, which record chunks; on the bits of the run.
 
-
-def test_state_of_hfsdp_loads_on_other_ranks(folder, on_four):
-    """Through upstream's hooks of ``state_dict()``, which record chunks; on the bits of the run."""
-    assert [found["saved"] for found in on_four] == [[]] * 4
-    for found in (*on_four, *run_ranks(2, _run_all, folder).check().results):
-        loaded = found["loaded"]
-        assert len(loaded) in (2, 4) and all(each == [[], []] for each in loaded.values()), loaded
-
-
-def test_tensor_made_of_shards_is_refused_on_all_ranks(on_four):
-    """No buffer says which rows others hold; to gather all shapes took minutes on 16,384 ranks."""
-    for found in on_four:
-        assert "made: expected a parameter of a model of Megatron-FSDP" in found["made"]
-        assert "Pass the parameter" in found["made"] and "No optimizer was built." in found["made"]
-
-
-def test_adamw_has_state_of_empty_shards_on_all_ranks(on_four):
-    """Megatron-FSDP gathers every tensor of the state to save it: it hung where one was missing."""
-    of_muon, of_adamw = ["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]
-    assert [found["adamw"] for found in on_four] == [[of_muon, of_muon, of_adamw]] * 4
+    Four ranks also refuse a tensor made of shards, and step empty shards of AdamW.
+    """
+    run_ranks(4, _on_four_ranks, str(tmp_path)).check()
+    run_ranks(2, _on_two_ranks, str(tmp_path)).check()

@@ -7,6 +7,7 @@ more layouts than releases.
 """
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ def _build(net: ShardedNet, is_one: bool) -> Any:
     return MuonAdamW([*groups, vectors], scale_mode="spectral", **settings)
 
 
-def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
-    """Take three steps of two microbatches beside whole matrices, and list what differs."""
+def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> None:
+    """Take three steps of two microbatches beside whole matrices."""
     optimizer = _build(net, is_one)
     module_of("experimental").fully_shard_optimizer(optimizer, **sharding)
     reference = WholeMuon(net.parameters, **MUON)
@@ -62,29 +63,32 @@ def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
             vector.grad = param.grad.to_local().clone()
         adamw.step()
         optimizer.step()
-    found = differences(net.parameters, optimizer, reference.wholes())
+    assert differences(net.parameters, optimizer, reference.wholes()) == []
     if is_one:
-        pairs = zip(vectors, net.vectors.items(), strict=True)
-        found += [name for ours, (name, p) in pairs if not torch.equal(ours, p.to_local())]
-    return found
+        for vector, param in zip(vectors, net.vectors.values(), strict=True):
+            assert torch.equal(vector, param.to_local())
 
 
-def _train_all() -> dict[str, Any]:
-    """Train in every layout of this number of ranks; also list rows by rank."""
-    found = {}
+def _train_all() -> None:
+    """Train in every layout of this number of ranks, with gradients of two microbatches."""
     for layout in layouts():
         if dist.get_world_size() == 3 and "h" in layout:
             continue
-        for name, settings, is_one in (("shared", SHARED, True), ("units", UNITS, False)):
-            net = ShardedNet(layout, **settings)
-            rows = [len(param.to_local()) for param in net.matrices.values()]
-            found[f"{layout}, {name}"] = [rows, _train(net, is_one)]
+        _train(ShardedNet(layout, **SHARED), True)
+        _train(ShardedNet(layout, **UNITS), False)
     # Gradients in bfloat16 beside weights in float32, cast by Megatron-FSDP or not.
     for aware in (False, True) if has_grad_dtype() else ():
         net = ShardedNet("zero3", **SHARED, has_bias=False, dtype="bfloat16")
         assert next(iter(net.named.values())).dtype == torch.float32
-        found[f"precision_aware={aware}"] = [[], _train(net, False, precision_aware=aware)]
-    return found
+        _train(net, False, precision_aware=aware)
+    # Somebody holds nothing of a matrix, somebody else a part of it that is not even.
+    net = ShardedNet("zero3", **SHARED)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, [len(each.to_local()) for each in net.matrices.values()])
+    assert any(0 in rows for rows in by_rank)
+    assert any(
+        len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*by_rank, strict=True)
+    )
 
 
 def _state(net: ShardedNet, optimizer: Any) -> dict[str, Any]:
@@ -133,9 +137,8 @@ def _build_to_save(layout: str, seed: int = 0) -> tuple[ShardedNet, Any]:
     return net, optimizer
 
 
-def _save(folder: str) -> list[str]:
-    """Save after a step, in each layout and way; list what differs, in files too."""
-    different = []
+def _save(folder: str) -> None:
+    """Save after a step, in each layout and way; files have whole matrices."""
     for layout in layouts():
         net, optimizer = _build_to_save(layout)
         reference = WholeMuon(net.parameters, **MUON)
@@ -148,7 +151,7 @@ def _save(folder: str) -> list[str]:
                 saved = {key: net.whole(*tensors[key]) for key in tensors}
                 for way, (save, _) in _ways().items():
                     save(net, optimizer, f"{folder}/{layout} {way}")
-        different += differences(net.parameters, optimizer, reference.wholes())
+        assert differences(net.parameters, optimizer, reference.wholes()) == []
         if dist.get_rank() == 0:
             torch.save([saved, reference.wholes()], f"{folder}/{layout}")
             for way in _ways():
@@ -157,137 +160,102 @@ def _save(folder: str) -> list[str]:
                 for key, whole in saved.items():
                     name, _, what = key.rpartition(".")
                     states = {**file["optimizer"]["state"][name], "value": file["model"][name]}
-                    different += [key] if not torch.equal(states[what], whole) else []
-    return different
+                    assert torch.equal(states[what], whole), key
+    dist.barrier()
 
 
-def _load(folder: str) -> dict[str, list[list[str]]]:
+def _load(folder: str) -> None:
     """Load what each layout has saved, and make the next step."""
-    found = {}
     for layout in layouts():
         saved, expected = torch.load(f"{folder}/{layout}")
         for way, (_, load) in _ways().items():
             into = layout if dist.get_world_size() == 4 else "zero3"
             net, optimizer = _build_to_save(into, seed=50)
             load(net, optimizer, f"{folder}/{layout} {way}")
-            loaded = [
-                key
-                for key, (name, tensor) in _tensors(net, optimizer).items()
-                if not torch.equal(tensor.to_local(), net.own(name, saved[key]))
-            ]
+            for key, (name, tensor) in _tensors(net, optimizer).items():
+                assert torch.equal(tensor.to_local(), net.own(name, saved[key])), (layout, way, key)
             net.set_grads(1)
             optimizer.step()
-            found[f"{layout}, {way}"] = [loaded, differences(net.parameters, optimizer, expected)]
-    return found
+            assert differences(net.parameters, optimizer, expected) == [], (layout, way)
 
 
-def _error_of(call: Any) -> str:
-    try:
+def _assert_refused(said: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError) as error:
         call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "nothing"
+    assert said in str(error.value)
+    # A sentence a module, not a matrix.
+    assert str(error.value).count("for which Megatron-FSDP") <= 2
 
 
-def _steps_without_all_gradients() -> dict[str, str]:
-    """Return the errors of steps; raise if one has changed a parameter."""
-    errors = {}
-    for name, is_one in (("unused", False), ("unused vector", True)):
+def _refuse_gradients() -> None:
+    """Step without a gradient of one parameter.
+
+    It keeps Megatron-FSDP from reducing those of its whole module: it was left out of every step,
+    with all others of its module, and nothing was said.
+    """
+    lacks = "expected gradients of all parameters of its module, got"
+    module = "['layers.3.weight', 'layers.3.bias', 'layers.4.weight', 'layers.4.bias'], for which"
+    for is_one, said in (
+        (False, f"layers.4.weight: {lacks} none of {module}"),
+        (True, f"layers.4.bias: {lacks}"),
+    ):
         net = ShardedNet("zero3", **SHARED)
         optimizer = _build(net, is_one)
         net.backward(0, num_used=3)
         before = {each: param.to_local().clone() for each, param in net.named.items()}
-        errors[name] = _error_of(optimizer.step)
+        _assert_refused(said, optimizer.step)
         assert all(torch.equal(before[each], net.named[each].to_local()) for each in before)
     if has_grad_dtype():
         net = ShardedNet("zero3", **SHARED, dtype="bfloat16")
         optimizer = _build(net, True)
         module_of("experimental").fully_shard_optimizer(optimizer, precision_aware=True)
         net.backward(0)
-        errors["bf16 for AdamW"] = _error_of(optimizer.step)
+        _assert_refused("layers.0.bias: expected a gradient like the parameter", optimizer.step)
     # A layer that nothing uses is skipped as a whole.
     net = ShardedNet("zero3", **UNITS)
     optimizer = _build(net, False)
     net.backward(0, num_used=2)
-    errors["unused layer"] = _error_of(optimizer.step)
-    return errors
+    optimizer.step()
 
 
-def _refuse() -> dict[str, str]:
-    errors = _steps_without_all_gradients()
+def _refuse_to_build() -> None:
+    """Build Muon of gathered weights, and of parameters whose model is gone."""
     net = ShardedNet("zero3", **SHARED)
+    calls = []
 
     def build_in_forward(module: torch.nn.Module, *_: object) -> None:
-        errors["gathered"] = _error_of(lambda: Muon([("w", module.weight)]))
+        said = "w: expected a DTensor in a job of 2 ranks, got a plain tensor"
+        _assert_refused(said, lambda: Muon([("w", module.weight)]))
+        calls.append(module)
 
     handle = net.model.layers[0].register_forward_hook(build_in_forward)
     net.backward(0)
     handle.remove()
+    assert calls
     if is_main():
         params = list(net.matrices.items())
         del net
         gc.collect()
-        errors["gone"] = _error_of(lambda: Muon(params))
-    return errors
+        said = "layers.0.weight: expected a parameter of a model that exists, got one of none"
+        _assert_refused(said, lambda: Muon(params))
 
 
-def _run_all(folder: str) -> dict[str, Any]:
-    """Run everything in one world of ranks; four of them save what all load."""
+def _run_all(folder: str) -> None:
     init_group()
     num_ranks = dist.get_world_size()
-    trained, saved = _train_all(), _save(folder) if num_ranks == 4 else []
-    dist.barrier()
-    refused = _refuse() if num_ranks == 2 else {}
-    return {"trained": trained, "saved": saved, "loaded": _load(folder), "refused": refused}
+    _train_all()
+    if num_ranks == 4:
+        _save(folder)
+    _load(folder)
+    if num_ranks == 2:
+        _refuse_gradients()
+        _refuse_to_build()
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Return what ranks found, by their number."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    return {size: run_ranks(size, _run_all, folder).check().results for size in (4, 3, 2)}
+def test_steps_and_loads_are_those_of_whole_matrices(tmp_path):
+    """Through ``fully_shard_optimizer``; checkpoints with upstream's chunks and main's functions.
 
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_steps_are_those_of_whole_matrices(worlds, num_ranks):
-    """In each layout, with gradients of two microbatches, through ``fully_shard_optimizer``."""
-    by_rank = [found["trained"] for found in worlds[num_ranks]]
-    for case in by_rank[0]:
-        assert [each[case][1] for each in by_rank] == [[]] * num_ranks, case
-    # Somebody holds nothing of a matrix, somebody else a part of it that is not even.
-    shared = [each["zero3, shared"][0] for each in by_rank]
-    assert any(0 in rows for rows in shared)
-    assert any(
-        len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*shared, strict=True)
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_checkpoints_load_on_other_ranks(worlds, num_ranks):
-    """With upstream's chunks, by torch's functions and main's own; files have whole matrices."""
-    assert [found["saved"] for found in worlds[4]] == [[]] * 4
-    for found in worlds[num_ranks]:
-        loaded = found["loaded"]
-        assert loaded and all(each == [[], []] for each in loaded.values()), loaded
-
-
-def test_refusals_name_the_parameter_on_all_ranks(worlds):
-    """At construction or in the first step, which changes nothing.
-
-    A parameter without a gradient keeps Megatron-FSDP from reducing those of its whole module: it
-    was left out of every step, with all others of its module, and nothing was said.
+    Four ranks save what all load. Two ranks refuse parameters and steps too.
     """
-    expected = {
-        "unused": "layers.4.weight: expected gradients of all parameters of its module, got none "
-        "of ['layers.3.weight', 'layers.3.bias', 'layers.4.weight', 'layers.4.bias'], for which",
-        "unused vector": "layers.4.bias: expected gradients of all parameters of its module, got",
-        "bf16 for AdamW": "layers.0.bias: expected a gradient like the parameter",
-        "unused layer": "nothing",
-        "gathered": "w: expected a DTensor in a job of 2 ranks, got a plain tensor",
-        "gone": "layers.0.weight: expected a parameter of a model that exists, got one of none",
-    }
-    for errors in (found["refused"] for found in worlds[2]):
-        assert set(expected) - set(errors) <= {"gone", "bf16 for AdamW"}
-        for case, error in errors.items():
-            assert expected[case] in error, case
-            assert error.count("for which Megatron-FSDP") <= 2  # a sentence a module, not a matrix
+    for num_ranks in (4, 3, 2):
+        run_ranks(num_ranks, _run_all, str(tmp_path)).check()

@@ -97,21 +97,6 @@ def test_groups_may_be_added_until_the_first_step():
         optimizer.add_param_group({"params": [model.down.weight]})
 
 
-def test_state_dict_of_one_rank_resumes():
-    """The bits of the run that went on, through torch.save's form."""
-    models = [mixed_model(), mixed_model()]
-    optimizers = [MuonAdamW.from_model(each, lr=0.1) for each in models]
-    for step in range(2):
-        draw_grads(models[0].parameters(), step)
-        optimizers[0].step()
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    for model, optimizer in zip(models, optimizers, strict=True):
-        draw_grads(model.parameters(), 2)
-        optimizer.step()
-    assert all(map(torch.equal, *(list(each.parameters()) for each in models)))
-
-
 def _late() -> None:
     """Build it over plain parameters, swap them as accelerate does, and step."""
     init_group()

@@ -3,7 +3,6 @@
 """Runs that go on from a checkpoint with other ranks: one optimizer, two, and adaptive Muon."""
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -77,8 +76,11 @@ def _step(model: Any, optimizers: list[Any], seed: int) -> None:
         each.step()
 
 
-def _step_without_gradient(model: Any, optimizer: Any) -> list[str]:
-    """Return what is wrong with second moments where one matrix has no gradient."""
+def _step_without_gradient(model: Any, optimizer: Any) -> None:
+    """Step where one matrix has no gradient; its second moments stay.
+
+    Its momentum is exchanged all the same, and the owner would average its result.
+    """
 
     def moments(number: int) -> Any:
         """Return those of the qkv, or of the tall matrix, as they are saved."""
@@ -89,8 +91,7 @@ def _step_without_gradient(model: Any, optimizer: Any) -> list[str]:
     draw_grads(model.parameters(), 9)
     model.tall.grad = None
     optimizer.step()
-    is_same, is_there = torch.equal(before, moments(1)), bool(moments(0).all())
-    return [] if is_same and is_there else [f"same {is_same}, there {is_there}"]
+    assert torch.equal(before, moments(1)) and moments(0).all()
 
 
 def _forms(kind: str) -> tuple[bool, ...]:
@@ -98,10 +99,9 @@ def _forms(kind: str) -> tuple[bool, ...]:
     return (False,) if kind in METHODS else (False, True)
 
 
-def _save(folder: str) -> list[str]:
+def _save(folder: str) -> None:
     """Save after two and three steps."""
     init_group()
-    problems = []
     for kind in dict(WAYS):
         model, optimizers = _build(kind, [torch.distributed.get_world_size()])
         for step in range(3):
@@ -110,8 +110,7 @@ def _save(folder: str) -> list[str]:
                 options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
                 save_state(f"{folder}/{kind}_{is_flat}_{step}", model, optimizers, options)
         if kind in METHODS:
-            problems += [f"{kind}: {each}" for each in _step_without_gradient(model, *optimizers)]
-    return problems
+            _step_without_gradient(model, *optimizers)
 
 
 def _load(folder: str, shape: list[int]) -> None:
@@ -140,23 +139,12 @@ def _load(folder: str, shape: list[int]) -> None:
         assert all(map(torch.equal, *runs)), (saved, kind, is_flat)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]]:
-    """Return the folder of checkpoints, and the problems of each rank."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    return folder, run_ranks(2, _save, folder).check().results
-
-
-@pytest.mark.parametrize("shape", [[3], [2, 2]])
-def test_state_loads_on_other_ranks(saved, shape):
+def test_state_loads_on_other_ranks(tmp_path):
     """A separate Muon, torch's too, and AdamW go on in one optimizer or two.
 
     Owners of second moments change with the number of ranks; those of normuon are on their owners
     alone while a run goes on. adamuon once went on with the tensors of before the load.
     """
-    run_ranks(math.prod(shape), _load, saved[0], shape).check()
-
-
-def test_parameter_without_a_gradient_keeps_its_moments(saved):
-    """Its momentum is exchanged all the same, and the owner would average its result."""
-    assert saved[1] == [[], []]
+    run_ranks(2, _save, str(tmp_path)).check()
+    run_ranks(3, _load, str(tmp_path), [3]).check()
+    run_ranks(4, _load, str(tmp_path), [2, 2]).check()

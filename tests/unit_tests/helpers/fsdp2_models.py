@@ -93,16 +93,10 @@ def save_state(folder: str, model: Any, optimizers: Any, options: Any = None) ->
 
 def load_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
     """Load what :func:`save_state` has saved."""
-    weights, state = get_state_dict(model, optimizers, options=options)
-    loaded = {"m": weights, "o": state}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizers,
-        model_state_dict=loaded["m"],
-        optim_state_dict=loaded["o"],
-        options=options,
-    )
+    state = dict(zip("mo", get_state_dict(model, optimizers, options=options), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    loaded = {"model_state_dict": state["m"], "optim_state_dict": state["o"]}
+    set_state_dict(model, optimizers, **loaded, options=options)
 
 
 def drawn(shape: Sequence[int], seed: int) -> Any:
@@ -124,8 +118,8 @@ def shard(
     """Make a parameter that ``fully_shard`` has sharded.
 
     Args:
-        shape: Of the whole parameter.
-        seed: Of its values.
+        shape: Shape of the whole parameter.
+        seed: Seed of its values.
         mesh: One axis, or replicas and shards.
         dim: Dimension that is cut.
         before: Mesh over which it is a DTensor before, if any.
@@ -282,15 +276,11 @@ def stages() -> list[Sharded]:
     return [shard((9, 5), 0, shards), shard((4, 6, 5), 1, shards), shard((7, 5), 2, shards)]
 
 
-# Shape of the whole matrix, dimension that is cut (None for none), rows or columns of each block.
+# Shape of the whole matrix, dimension that is cut, and rows or columns of each block.
 _BLOCKS: list[tuple[tuple[int, int], int | None, list[int]]] = [
-    ((12, 8), 0, [6, 6]),
-    ((8, 12), 1, [6, 6]),
-    ((11, 8), 0, [8, 3]),
-    ((8, 9), 1, [1, 8]),
-    ((5, 7), 0, [5, 0]),
-    ((6, 10), None, []),
-]
+    ((12, 8), 0, [6, 6]), ((8, 12), 1, [6, 6]), ((11, 8), 0, [8, 3]), ((8, 9), 1, [1, 8]),
+    ((5, 7), 0, [5, 0]), ((6, 10), None, []),
+]  # fmt: skip
 
 
 def _plain(num_replicas: int, num_blocks: int) -> list[Sharded]:
