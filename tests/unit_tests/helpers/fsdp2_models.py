@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -131,8 +132,8 @@ def shard(
     if before is not None:
         placement = Replicate() if before_dim is None else Shard(before_dim)
         value = distribute_tensor(value, before, [placement])
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(value)
+    module = nn.Module()
+    module.weight = nn.Parameter(value)
     fully_shard(module, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
     return Sharded(module.weight, whole, keys)
 
@@ -151,12 +152,11 @@ def _one_axis(*shapes: Sequence[int], **options: Any) -> list[Sharded]:
 
 def _tensor_parallel_alone() -> list[Sharded]:
     mesh = _mesh([dist.get_world_size()], "tensor")
-    found = []
-    for seed, placement in enumerate([Shard(0), Shard(1), Replicate()]):
-        whole = drawn((12, 24), seed)
-        param = torch.nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement]))
-        found.append(Sharded(param, whole))
-    return found
+    wholes = [drawn((12, 24), seed) for seed in range(3)]
+    return [
+        Sharded(nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement])), whole)
+        for whole, placement in zip(wholes, (Shard(0), Shard(1), Replicate()), strict=True)
+    ]
 
 
 _TRANSPOSED = {"transposed": True}
@@ -263,8 +263,8 @@ def expert_slices() -> list[Sharded]:
 
 def several_meshes() -> list[Sharded]:
     """Hybrid, one axis, experts and fused weights in one optimizer."""
-    fused_weights = _one_axis((8 * 3, 4), split_sizes=8)
-    return [*hybrid(), *_one_axis((10, 12), (2, 5)), *expert_parallel()[2:5], *fused_weights]
+    plain, fused = _one_axis((10, 12), (2, 5)), _one_axis((8 * 3, 4), split_sizes=8)
+    return [*hybrid(), *plain, *expert_parallel()[2:5], *fused]
 
 
 def stages() -> list[Sharded]:
@@ -284,13 +284,11 @@ _BLOCKS: list[tuple[tuple[int, int], int | None, list[int]]] = [
 
 
 def _plain(num_replicas: int, num_blocks: int) -> list[Sharded]:
-    row, block = divmod(dist.get_rank(), num_blocks)
-    rows = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(num_replicas)]
-    tensor_groups = [dist.new_group(ranks) for ranks in rows]
-    data_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
+    mesh = _mesh([num_replicas, num_blocks], "data tensor")
+    block = mesh.get_local_rank("tensor")
     arguments = {
-        "process_group": data_groups[block] if num_replicas > 1 else None,
-        "tensor_group": tensor_groups[row] if num_blocks > 1 else None,
+        "process_group": mesh.get_group("data") if num_replicas > 1 else None,
+        "tensor_group": mesh.get_group("tensor") if num_blocks > 1 else None,
     }
     parameters: list[Sharded] = []
     for seed, (shape, dim, sizes) in enumerate(_BLOCKS):
@@ -298,32 +296,28 @@ def _plain(num_replicas: int, num_blocks: int) -> list[Sharded]:
         if num_blocks > 1 and dim is not None:
             start = sum(sizes[:block])
             index = (slice(None),) * dim + (slice(start, start + sizes[block]),)
-        param = torch.nn.Parameter(whole[index].clone())
+        param = nn.Parameter(whole[index].clone())
         if index:
             param.partition_dim = dim
         parameters.append(Part(param, whole, arguments=arguments, index=index))
     return parameters
 
 
-_MULTI_AXIS = (
-    hybrid, tensor_parallel, hybrid_tensor_parallel, expert_parallel, expert_slices,
-    several_meshes, stages,
-)  # fmt: skip
 # Layouts of FSDP2 by number of ranks. Four have what needs two axes.
 FSDP2: dict[int, dict[str, Layout]] = {
     2: {**_ONE_AXIS, "stages": stages},
     3: _ONE_AXIS,
-    4: {layout.__name__: layout for layout in _MULTI_AXIS},
-}
-# Plain tensors of DDP and of Transformer Engine; convolutions, as matrices of output channels.
+    4: {
+        layout.__name__: layout
+        for layout in (hybrid, tensor_parallel, hybrid_tensor_parallel, expert_parallel,
+                       expert_slices, several_meshes, stages)
+    },
+}  # fmt: skip
+_KERNELS = [(8, 3, 2, 2), (5, 4, 3), (6, 2, 2, 2, 2), (1, 6, 1, 2), (9, 7)]
+# Plain tensors of DDP and Transformer Engine; convolutions, one with fewer channels than ranks.
 OTHERS: dict[int, dict[str, Layout]] = {
     2: {"plain_replicas": lambda: _plain(2, 1), "plain_blocks": lambda: _plain(1, 2)},
-    3: {
-        # One channel is less than ranks.
-        "convolutions": lambda: _one_axis(
-            (8, 3, 2, 2), (5, 4, 3), (6, 2, 2, 2, 2), (1, 6, 1, 2), (9, 7), flatten=True
-        )
-    },
+    3: {"convolutions": lambda: _one_axis(*_KERNELS, flatten=True)},
     4: {"plain_replicas_of_blocks": lambda: _plain(2, 2)},
 }
 
@@ -331,28 +325,25 @@ OTHERS: dict[int, dict[str, Layout]] = {
 def mixed_model() -> Any:
     """Return an unsharded model of an embedding, a convolution, layers, a norm and a head."""
     torch.manual_seed(3)
-    layers = {
-        "embed": torch.nn.Embedding(16, 8),
-        "conv": torch.nn.Conv2d(3, 8, 2),
-        "up": torch.nn.Linear(8, 12),
-        "gate": torch.nn.Linear(8, 4, bias=False),
-        "down": torch.nn.Linear(12, 8, bias=False),
-        "norm": torch.nn.LayerNorm(8),
-        "head": torch.nn.Linear(8, 16, bias=False),
-    }
-    return torch.nn.Sequential(OrderedDict(layers)).to(device())
+    layers = OrderedDict(
+        embed=nn.Embedding(16, 8),
+        conv=nn.Conv2d(3, 8, 2),
+        up=nn.Linear(8, 12),
+        gate=nn.Linear(8, 4, bias=False),
+        down=nn.Linear(12, 8, bias=False),
+        norm=nn.LayerNorm(8),
+        head=nn.Linear(8, 16, bias=False),
+    )
+    return nn.Sequential(layers).to(device())
 
 
 def small_model(dtype: torch.dtype = torch.float32, *, is_sharded: bool = False) -> Any:
     """Return a model of two matrices of Muon's, and an embedding and vectors of AdamW's."""
     torch.manual_seed(0)
-    layers = {
-        "embed": torch.nn.Embedding(6, 4),
-        "up": torch.nn.Linear(4, 6),
-        "norm": torch.nn.LayerNorm(6),
-        "down": torch.nn.Linear(6, 4),
-    }
-    model = torch.nn.Sequential(OrderedDict(layers)).to(device(), dtype)
+    layers = OrderedDict(
+        embed=nn.Embedding(6, 4), up=nn.Linear(4, 6), norm=nn.LayerNorm(6), down=nn.Linear(6, 4)
+    )
+    model = nn.Sequential(layers).to(device(), dtype)
     if is_sharded:
         fully_shard(model, mesh=init_device_mesh(kind(), (dist.get_world_size(),)))
     return model
