@@ -97,8 +97,8 @@ def _model(model_type: str) -> nn.Module:
     return model
 
 
-def _train(model_type: str) -> list[Any]:
-    """Take two steps, and return which parameters are Muon's, and how far they are off."""
+def _train(model_type: str) -> None:
+    """Take two steps beside whole matrices; Muon has the parameters that it should."""
     init_group()
     model = _model(model_type)
     whole = copy.deepcopy(model)
@@ -125,9 +125,12 @@ def _train(model_type: str) -> list[Any]:
         whole.zero_grad()
     groups = zip(optimizer.algorithms, optimizer.param_groups, strict=True)
     names = {n for algorithm, g in groups if algorithm == "muon" for n in g["param_names"]}
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    worst = max(float((ours.full_tensor() - p).abs().max()) for ours, p in pairs)  # type: ignore[attr-defined]
-    return [sorted(names ^ set(matrices)), len(names), worst]
+    assert names == set(matrices) and len(names) >= 8
+    # T5 alone has other bits: FSDP adds up the gradients of its shared embedding in another order.
+    # Two steps of lr 0.02 then differ by a unit in the last place of a gradient.
+    atol = 1e-6 if model_type == "t5" else 0.0
+    for ours, param in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), param, rtol=0.0, atol=atol)  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -135,8 +138,4 @@ def _train(model_type: str) -> list[Any]:
 def test_model_of_transformers_trains_as_whole_matrices_do(model_type):
     """Experts were fused, GPT-2's layers not transposed, and T5's embedding was Muon's."""
     pytest.importorskip("transformers")
-    for wrong, num_matrices, worst in run_ranks(2, _train, model_type).check().results:
-        assert wrong == [] and num_matrices >= 8
-        # T5 alone has other bits: FSDP adds up the gradients of its shared embedding in another
-        # order. Two steps of lr 0.02 then differ by a unit in the last place of a gradient.
-        assert worst <= (1e-6 if model_type == "t5" else 0.0)
+    run_ranks(2, _train, model_type).check()
