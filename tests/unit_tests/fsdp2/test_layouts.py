@@ -10,13 +10,18 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
-from helpers import fsdp2_models as models
+import torch
+import torch.distributed as dist
 from helpers.device import has_megatron, init_group, kind
-from helpers.fsdp2_models import CASES, Sharded
+from helpers.fsdp2_models import FSDP2, OTHERS, Sharded, drawn, expert_parallel, local
 from helpers.megatron_fsdp import version_1
 from helpers.ranks import Run, run_ranks
+from helpers.whole_matrices import WholeMuon, differences
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
 pytestmark = pytest.mark.ranks
 
@@ -53,11 +58,12 @@ class Row(NamedTuple):
     marks: Sequence[pytest.MarkDecorator] = ()
 
 
-def _fsdp2_row(build: Callable[[], list[Sharded]], size: int) -> Row:
+def _fsdp2_row(name: str, size: int) -> Row:
     """Return a layout of FSDP2; whole matrices and batches are for methods of adaptive Muon too."""
-    is_adaptive = size < 4 and build.__name__ in ADAPTIVE_LAYOUTS and kind() == "cpu"
+    # Three ranks have even shards too, and empty ones.
+    is_adaptive = size == 3 and name in ADAPTIVE_LAYOUTS and kind() == "cpu"
     settings = (*PLAIN, *ADAPTIVE) if is_adaptive else PLAIN
-    return Row(build, settings, [pytest.mark.slow] if size == 2 else [])
+    return Row(FSDP2[size][name], settings, [pytest.mark.slow] if size == 2 else [])
 
 
 def _megatron_row(layout: str, size: int, *, is_even: bool = False, **options: Any) -> Row:
@@ -68,31 +74,21 @@ def _megatron_row(layout: str, size: int, *, is_even: bool = False, **options: A
 def _table() -> dict[int, dict[str, Row]]:
     """Return the layouts by number of ranks and name."""
     table = {
-        size: {case.__name__: _fsdp2_row(case, size) for case in cases}
-        for size, cases in CASES.items()
+        size: {name: _fsdp2_row(name, size) for name in names} for size, names in FSDP2.items()
     }
     # The pieces of --device cuda have the layouts of sharded models alone.
-    if kind() == "cpu":
-        for size, build in (
-            (2, models.plain_replicas),
-            (2, models.plain_blocks),
-            (3, models.convolutions),
-            (4, models.plain_replicas_of_blocks),
-        ):
-            table[size][build.__name__] = Row(build)
+    for size, layouts in OTHERS.items() if kind() == "cpu" else ():
+        table[size].update({name: Row(build) for name, build in layouts.items()})
     # Megatron-FSDP's placements do not say who has what, nor is its
     # update_uneven_dtensor_chunk_metadata() called.
-    for size, layouts in (
+    for size, names in (
         (4, ("one_axis", "hfsdp", "tensor_rows", "tensor_columns")),
         (8, ("hfsdp_tensor_rows", "hfsdp_tensor_columns")),
     ):
-        table.setdefault(size, {}).update(
-            {
-                f"megatron_{layout}_{rows}": _megatron_row(layout, size, is_even=rows == "even")
-                for layout in layouts
-                for rows in ("even", "uneven")
-            }
-        )
+        of_size = table.setdefault(size, {})
+        for name in names:
+            of_size[f"megatron_{name}_even"] = _megatron_row(name, size, is_even=True)
+            of_size[f"megatron_{name}_uneven"] = _megatron_row(name, size)
     table[4][COPIES] = _megatron_row("tensor_rows", 4, copies=[2])
     table[4][NO_SHARDS] = _megatron_row("hfsdp", 4, strategy="no_shard")
     return table
@@ -104,10 +100,6 @@ TABLE = _table()
 
 def _step(parameters: Sequence[Sharded], setting: Setting) -> tuple[Any, list[str]]:
     """Step three times, and return the optimizer, and what differs from whole matrices."""
-    from helpers.whole_matrices import WholeMuon, differences
-
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon
-
     # This scale tells outputs from inputs.
     settings: dict[str, Any] = {
         "lr": 0.02,
@@ -131,7 +123,7 @@ def _step(parameters: Sequence[Sharded], setting: Setting) -> tuple[Any, list[st
     )
     whole = WholeMuon(parameters, setting.comm_dtype, setting.adaptive, **settings)
     for step in range(3):
-        grads = [models.drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters)]
+        grads = [drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters)]
         for each, grad in zip(parameters, grads, strict=True):
             each.set_grad(grad)
         muon.step()
@@ -144,24 +136,96 @@ def _step(parameters: Sequence[Sharded], setting: Setting) -> tuple[Any, list[st
     return muon, differences(parameters, muon, whole.wholes())
 
 
-def _step_rows(size: int, names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return by row what differs, and the holders and owners of each matrix."""
+# Rows that one optimizer steps too: every placement, and Muon's keys of a group.
+AS_TWO = {
+    3: ("uneven", "columns", "experts", "fused_columns", "tensor_parallel_alone"),
+    # With several_meshes: it has the parameters of hybrid, and of expert_parallel.
+    4: ("tensor_parallel", "hybrid_tensor_parallel", "expert_slices", "several_meshes", "stages"),
+}
+ADAMW = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.95), "eps": 1e-6}
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+
+
+def _step_as_two(build: Callable[[], list[Sharded]]) -> list[str]:
+    """Step half of a layout by Muon and half by AdamW, in one optimizer and in two; compare."""
+    (ours, our_rest), (theirs, their_rest) = (build(), build()), (build(), build())
+    # Torch steps parameters of one mesh at a time.
+    rest = [{"params": [x.param], "algorithm": "adamw", **ADAMW} for x in our_rest]
+    one = MuonAdamW([*({"params": [x.param], **MUON, **x.keys} for x in ours), *rest])
+    muon = Muon(
+        [{"params": [x.param], **MUON, **x.keys} for x in theirs],
+        nesterov=True,
+        scale_mode="match_adamw",
+    )
+    adamw = torch.optim.AdamW(
+        [{"params": [x.param]} for x in their_rest] or [{"params": []}], **ADAMW
+    )
+    for step in range(3):
+        for parameters in ([*ours, *our_rest], [*theirs, *their_rest]):
+            for number, each in enumerate(parameters):
+                each.draw_grad(1000 * step + number)
+        for optimizer in (one, muon, adamw):
+            optimizer.step()
+    different = []
+    pairs = zip([*ours, *our_rest], [*theirs, *their_rest], strict=True)
+    for number, (own, other) in enumerate(pairs):
+        expected = {
+            "value": other.param,
+            **(muon.state.get(other.param) or adamw.state[other.param]),
+        }
+        found = {"value": own.param, **one.state[own.param]}
+        different += [
+            f"one optimizer: {number}, {key}"
+            for key, value in expected.items()
+            if not torch.equal(local(found[key]), local(value))
+        ]
+    return different
+
+
+def _domains() -> list[list[Any]]:
+    """Return for each experts' layout how many ranks exchange how many matrices."""
+    found = []
+    for each in expert_parallel():
+        with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
+            muon = Muon([{"params": [each.param], **each.keys}])
+        (found_input,) = muon.muon_step.plan_inputs.inputs
+        mesh = each.param.device_mesh
+        groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
+        is_known = any(found_input.domain.group is group for group in groups)
+        (plan,) = muon.engine.plans
+        assert plan.cost.ranks_per_node == 2
+        found.append([len(found_input.domain.ranks), len(found_input.matrices), is_known])
+    return found
+
+
+class Found(NamedTuple):
+    """Differences of a row from whole matrices and from two optimizers; holders and owners."""
+
+    different: list[str]
+    holders: dict[str, list[int]]
+    owners: list[list[int]]
+
+
+def _step_rows(size: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return what is found, by row."""
     init_group()
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Any] = {"domains": _domains()} if size == 4 else {}
     for name in names:
         row, different = TABLE[size][name], []
         for setting in row.settings:
             muon, of_setting = _step(row.build(), setting)
             different += [f"{setting}: {each}" for each in of_setting]
+        if kind() == "cpu" and name in AS_TWO.get(size, ()):
+            different += _step_as_two(row.build)
         plans = muon.engine.plans
         holders = {x.name: sorted(x.elements_by_rank) for plan in plans for x in plan.matrices}
         owners = [list(ranks) for plan in plans for ranks in plan.owners]
-        found[name] = [different, holders, owners]
+        found[name] = Found(different, holders, owners)
     return found
 
 
 @functools.cache
-def run_of(size: int, is_slow: bool) -> Run:
+def _run_of(size: int, is_slow: bool) -> Run:
     """Step the rows of one world of ranks."""
     names = [
         name
@@ -172,9 +236,10 @@ def run_of(size: int, is_slow: bool) -> Run:
     return run_ranks(size, _step_rows, size, names)
 
 
-def steps(size: int, is_slow: bool = False) -> list[dict[str, list[Any]]]:
-    """Return what the ranks of one world found."""
-    return run_of(size, is_slow).check().results
+def found_by_rank(size: int, name: str) -> list[Found]:
+    """Return what the ranks of one world found in a row."""
+    is_slow = pytest.mark.slow in TABLE[size][name].marks
+    return [Found(*found[name]) for found in _run_of(size, is_slow).check().results]
 
 
 @pytest.mark.parametrize(
@@ -186,17 +251,19 @@ def steps(size: int, is_slow: bool = False) -> list[dict[str, list[Any]]]:
     ],
 )
 def test_step_is_that_of_whole_matrices(size, name):
-    """Equal bits of parameters and momentum, for both dtypes of messages and both precisions."""
-    for rank, found in enumerate(steps(size, pytest.mark.slow in TABLE[size][name].marks)):
-        assert found[name][0] == [], f"rank {rank}"
+    """Equal bits of parameters and momentum, for both dtypes of messages and both precisions.
+
+    Rows of AS_TWO: one optimizer also has the bits of Muon and torch's AdamW.
+    """
+    for rank, found in enumerate(found_by_rank(size, name)):
+        assert found.different == [], f"rank {rank}"
 
 
 @pytest.mark.cpu_only
 def test_replicas_orthogonalize_each_matrix_once():
     """Of plain tensors each matrix has one owner."""
-    for found in steps(4):
-        owners = found["plain_replicas_of_blocks"][2]
-        assert len(owners) == 6 and all(len(ranks) == 1 for ranks in owners)
+    for found in found_by_rank(4, "plain_replicas_of_blocks"):
+        assert len(found.owners) == 6 and all(len(ranks) == 1 for ranks in found.owners)
 
 
 @pytest.mark.megatron
@@ -205,7 +272,7 @@ def test_tensor_parallel_replicas_are_orthogonalized_once():
 
     Version 1 leaves tensor parallelism out of the mesh of such a parameter.
     """
-    holders = [found[COPIES][1]["weight.2"] for found in steps(4)]
+    holders = [found.holders["weight.2"] for found in found_by_rank(4, COPIES)]
     of_copies = {rank for ranks in holders for rank in ranks}
     # Those of the other tensor-parallel rank too.
     assert all(set(ranks) == of_copies for ranks in holders)
@@ -215,31 +282,8 @@ def test_tensor_parallel_replicas_are_orthogonalized_once():
 @pytest.mark.megatron
 def test_instances_without_shards_are_replicas():
     """ZeRO-0 with two instances of the optimizer: every rank holds all rows."""
-    for found in steps(4):
-        assert all(ranks == [0, 1, 2, 3] for ranks in found[NO_SHARDS][1].values())
-
-
-def _domains() -> list[list[Any]]:
-    """Return for each experts' layout how many ranks exchange how many matrices."""
-    import os
-
-    import torch.distributed as dist
-
-    from megatron_muon.fsdp2 import Muon
-
-    init_group()
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    found = []
-    for each in models.expert_parallel():
-        muon = Muon([{"params": [each.param], **each.keys}])
-        (found_input,) = muon.muon_step.plan_inputs.inputs
-        mesh = each.param.device_mesh
-        groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
-        is_known = any(found_input.domain.group is group for group in groups)
-        (plan,) = muon.engine.plans
-        assert plan.cost.ranks_per_node == 2
-        found.append([len(found_input.domain.ranks), len(found_input.matrices), is_known])
-    return found
+    for found in found_by_rank(4, NO_SHARDS):
+        assert all(ranks == [0, 1, 2, 3] for ranks in found.holders.values())
 
 
 def test_axes_that_deal_out_whole_matrices_need_no_exchange():
@@ -252,4 +296,5 @@ def test_axes_that_deal_out_whole_matrices_need_no_exchange():
         [4, 4, True],  # fused weights are no batch
         [4, 2, True],
     ]
-    assert run_ranks(4, _domains).check().results == [expected] * 4
+    for found in _run_of(4, False).check().results:
+        assert found["domains"] == expected

@@ -12,53 +12,37 @@ from typing import Any
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from helpers.device import device, init_group, kind
-from helpers.fsdp2_models import draw_grads
+from helpers.device import init_group, kind
+from helpers.fsdp2_models import draw_grads, drawn, small_model
 from helpers.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
 
-# The router is Muon's with the first, and AdamW's with the second.
-FEW = (r"embed", r"bias$")
-MORE = (*FEW, r"router")
+# Muon's matrices are up and down; down moves to AdamW, or comes from there.
+OTHERS = ("embed", "norm", "bias")
 OPTIONS = {"weight_decay": 0.1, "scale_mode": "spectral", "fp32_matmul_prec": "high"}
 
 
-class Model(torch.nn.Module):
-    """A matrix of each algorithm, and one that moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.up = torch.nn.Embedding(12, 6), torch.nn.Linear(6, 10)
-        self.router = torch.nn.Linear(10, 4, bias=False)
+def _muon_adamw(model: Any, *moved: str) -> MuonAdamW:
+    return MuonAdamW.from_model(model, 0.1, elementwise_names=[*OTHERS, *moved], **OPTIONS)
 
 
-def _model(*, is_sharded: bool) -> Model:
-    torch.manual_seed(0)
-    model = Model().to(device())
-    if is_sharded:
-        fully_shard(model, mesh=init_device_mesh(kind(), (torch.distributed.get_world_size(),)))
-    return model
+def _muon(model: Any) -> Muon:
+    return Muon([("up", model.up.weight), ("down", model.down.weight)])
 
 
-def _optimizer(model: Model, elementwise: Sequence[str], lr: float = 0.1) -> MuonAdamW:
-    by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
-    for name, param in model.named_parameters():
-        is_other = any(pattern.strip("$") in name for pattern in elementwise)
-        by_algorithm["adamw" if is_other else "muon"].append((name, param))
-    groups = [{"params": params, "algorithm": name} for name, params in by_algorithm.items()]
-    return MuonAdamW(groups, lr, **OPTIONS)
+def _normuon(model: Any) -> Muon:
+    return Muon([("up", model.up.weight), ("down", model.down.weight)], adaptive="normuon")
 
 
-def _step(model: Model, optimizer: Any, seed: int) -> None:
+def _step(model: Any, optimizer: Any, seed: int) -> None:
     draw_grads(model.parameters(), seed)
     optimizer.step()
 
@@ -68,11 +52,11 @@ def _whole(tensor: Any) -> Any:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-def _weights(model: Model) -> dict[str, Any]:
+def _weights(model: Any) -> dict[str, Any]:
     return {name: _whole(param) for name, param in model.named_parameters()}
 
 
-def _router_stepped_alone(weight: Any, grad: Any, *, is_muon: bool) -> Any:
+def _stepped_alone(weight: Any, grad: Any, *, is_muon: bool) -> Any:
     """Return a whole matrix after its first step, with optimizers of others."""
     param = torch.nn.Parameter(weight.clone())
     param.grad = grad
@@ -83,14 +67,14 @@ def _router_stepped_alone(weight: Any, grad: Any, *, is_muon: bool) -> Any:
     return param.detach()
 
 
-def _get(model: Model, optimizer: Any, form: str) -> Any:
+def _get(model: Any, optimizer: Any, form: str) -> Any:
     if form == "plain":
         return copy.deepcopy(optimizer.state_dict())
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
     return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def _set(model: Model, optimizer: Any, state: Any, form: str) -> None:
+def _set(model: Any, optimizer: Any, state: Any, form: str) -> None:
     if form == "plain":
         optimizer.load_state_dict(state)
         return
@@ -98,57 +82,52 @@ def _set(model: Model, optimizer: Any, state: Any, form: str) -> None:
     set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
-def _beside_a_run_that_loads_nothing(build: Callable[[], tuple[Any, Any]], load: Callable) -> Any:
-    """Load what is refused, between two steps; return the error, and what differs afterwards."""
+def _refused(build: Callable[[], tuple[Any, Any]], load: Callable) -> str:
+    """Load between two steps, and return the error; a run that loads nothing has the same bits."""
     runs = [build() for _ in range(2)]
     for model, optimizer in runs:
         _step(model, optimizer, 2)
-    try:
+    with pytest.raises(RuntimeError) as error:
         load(*runs[0])
-        error = "no error"
-    except RuntimeError as raised:
-        error = str(raised)
     for model, optimizer in runs:
         _step(model, optimizer, 3)
     one, other = (_weights(model) for model, _ in runs)
-    return error, [name for name in one if not torch.equal(one[name], other[name])]
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return str(error.value)
 
 
 def _load_moved(form: str, to_muon: bool) -> None:
-    """Load where the router has another algorithm: refused, or with fresh state for it alone."""
-    saved_by, loaded_by = (MORE, FEW) if to_muon else (FEW, MORE)
+    """Load where a matrix has another algorithm: refused, or with fresh state for it alone."""
 
-    def build(elementwise: Sequence[str] = loaded_by) -> tuple[Model, MuonAdamW]:
-        model = _model(is_sharded=form != "plain")
-        return model, _optimizer(model, elementwise)
+    def build(is_saving: bool = False) -> tuple[Any, MuonAdamW]:
+        model = small_model(is_sharded=form != "plain")
+        return model, _muon_adamw(model, *(["down"] if is_saving == to_muon else []))
 
-    model, optimizer = build(saved_by)
+    model, optimizer = build(is_saving=True)
     _step(model, optimizer, 0)
     state, weights = _get(model, optimizer, form), copy.deepcopy(model.state_dict())
     _step(model, optimizer, 1)
     expected = _weights(model)
-    error, changed = _beside_a_run_that_loads_nothing(
-        build, lambda *run: _set(*run, copy.deepcopy(state), form)
-    )
+    error = _refused(build, lambda *run: _set(*run, copy.deepcopy(state), form))
     said = "expected ['momentum_buffer'] of muon" if to_muon else "['exp_avg', 'exp_avg_sq'] of ad"
-    assert "router.weight: " in error and said in error and "fresh_if_moved" in error
-    assert "up.weight" not in error and changed == []
+    assert "down.weight: " in error and said in error and "fresh_if_moved" in error
+    assert "up.weight" not in error
 
     model, optimizer = build()
     model.load_state_dict(weights)
     optimizer.fresh_if_moved = True
-    before = _weights(model)["router.weight"]
+    before = _weights(model)["down.weight"]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _set(model, optimizer, state, form)
     (text,) = (str(each.message) for each in warned if "fresh state" in str(each.message))
-    assert "router.weight" in text and "up.weight" not in text
+    assert "down.weight" in text and "up.weight" not in text
     _step(model, optimizer, 1)
-    grad = _whole(model.router.weight.grad)
-    expected["router.weight"] = _router_stepped_alone(before, grad, is_muon=to_muon)
+    grad = _whole(model.down.weight.grad)
+    expected["down.weight"] = _stepped_alone(before, grad, is_muon=to_muon)
     for name, value in _weights(model).items():
-        # On shards the router is computed in another order.
-        atol = 1e-6 if name == "router.weight" else 0.0
+        # On shards this matrix is computed in another order.
+        atol = 1e-6 if name == "down.weight" else 0.0
         torch.testing.assert_close(value, expected[name], rtol=0.0, atol=atol)
 
 
@@ -222,6 +201,35 @@ def test_groups_without_state_are_not_taken_from_another_model():
         loaded.load_state_dict(state)
 
 
+def test_state_of_another_method_is_refused():
+    """Momentum alone is not the state of normuon, unless fresh state is asked for."""
+    plain, ours = (
+        Muon([torch.nn.Parameter(drawn((3, 4), 0))], adaptive=each) for each in (None, "normuon")
+    )
+    with pytest.raises(RuntimeError, match="expected .*moment2_buffer.* of muon, got"):
+        ours.load_state_dict(plain.state_dict())
+    ours.fresh_if_moved = True
+    with pytest.warns(UserWarning, match="fresh state"):
+        ours.load_state_dict(plain.state_dict())
+    (state,) = ours.state.values()
+    assert state["moment2_buffer"].shape == (4,)
+
+
+def test_splits_of_this_run_win_over_those_of_the_checkpoint():
+    """They decide the plan; what a checkpoint says otherwise is warned of."""
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    saved = Muon([{"params": [param], "split_sizes": 2, "transposed": True}]).state_dict()
+    other = Muon([{"params": [param], "split_sizes": (1, 3)}])
+    with pytest.warns(UserWarning) as warned:
+        other.load_state_dict(saved)
+    texts = [str(each.message) for each in warned]
+    assert len(texts) == 2
+    assert "split_sizes 2, this run (1, 3)" in texts[0]
+    assert "transposed True, this run False" in texts[1]
+    assert other.param_groups[0]["split_sizes"] == (1, 3)
+    assert "transposed" not in other.param_groups[0]
+
+
 def _momentum(value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda state: state["state"][0].update(momentum_buffer=value)
 
@@ -241,11 +249,11 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 def _load_faulty() -> None:
     """Spoil the state on rank 1 and load it."""
 
-    def build(make: Callable) -> tuple[Model, Any]:
-        model = _model(is_sharded=True)
-        return model, make(model, FEW)
+    def build(make: Callable) -> tuple[Any, Any]:
+        model = small_model(is_sharded=True)
+        return model, make(model)
 
-    def load(spoil: Callable, _model: Model, optimizer: Any) -> None:
+    def load(spoil: Callable, _: Any, optimizer: Any) -> None:
         state = copy.deepcopy(optimizer.state_dict())
         for each in state["state"].values():
             each.update({k: v + 1 for k, v in each.items()})
@@ -253,21 +261,11 @@ def _load_faulty() -> None:
             spoil(state)
         optimizer.load_state_dict(state)
 
-    for make, (spoil, said) in itertools.product((_optimizer, _muon, _normuon), FAULTS):
-        error, changed = _beside_a_run_that_loads_nothing(
-            partial(build, make), partial(load, spoil)
-        )
+    for make, (spoil, said) in itertools.product((_muon_adamw, _muon, _normuon), FAULTS):
+        error = _refused(partial(build, make), partial(load, spoil))
         assert error.startswith("Stopping on all ranks:") and "rank 1: " in error
         # NorMuon expects second moments beside momentum.
-        assert (said in error or make is _normuon) and changed == [], (make, said, changed)
-
-
-def _muon(model: Model, elementwise: Sequence[str]) -> Muon:
-    return Muon([("up", model.up.weight), ("router", model.router.weight)])
-
-
-def _normuon(model: Model, elementwise: Sequence[str]) -> Muon:
-    return Muon([("up", model.up.weight), ("router", model.router.weight)], adaptive="normuon")
+        assert said in error or make is _normuon
 
 
 def _load_with_an_idle_rank() -> None:

@@ -3,14 +3,20 @@
 """Version 1 of Megatron-FSDP outside of its trainer; ``test_layouts.py`` has its steps."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.device import device, init_group
 from helpers.fsdp2_models import drawn
 from helpers.megatron_fsdp import EVEN, UNEVEN, Version1
 from helpers.ranks import run_ranks
 from helpers.whole_matrices import WholeMuon, differences
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
@@ -32,8 +38,6 @@ def _set_grads(model: Version1, step: int) -> list[Any]:
 def _muon(model: Version1) -> Any:
     from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
 
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon
-
     groups = [
         {"params": [(f"w{i}", each.param)], **each.keys} for i, each in enumerate(model.parameters)
     ]
@@ -41,25 +45,26 @@ def _muon(model: Version1) -> Any:
     return fully_shard_optimizer(Muon(groups, exchange=exchange, **MUON))
 
 
-def _error_of_tensor_made_of_shards() -> str:
-    import torch
+def _refuse_tensor_made_of_shards() -> None:
+    """No buffer says which rows others hold; to gather all shapes took minutes on 16,384 ranks."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
-
-    from megatron_muon.fsdp2 import Muon
 
     param = Version1("one_axis", *UNEVEN).parameters[0].param
     made = torch.nn.Parameter(param.detach().clone())
     uneven_dtensor.update_uneven_dtensor_chunk_metadata(made)
     with pytest.raises(RuntimeError) as error:
         Muon([("made", made)])
-    return str(error.value)
+    for said in (
+        "made: expected a parameter of a model of Megatron-FSDP",
+        "Pass the parameter",
+        "No optimizer was built.",
+    ):
+        assert said in str(error.value)
 
 
-def _state_with_adamw() -> list[list[str]]:
-    """Return the names of states, by parameter, of one optimizer with a group of AdamW."""
+def _step_empty_shards_of_adamw() -> None:
+    """Megatron-FSDP gathers every tensor of the state to save it: it hung where one was missing."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
-
-    from megatron_muon.fsdp2 import MuonAdamW
 
     # One buffer of all: its small last matrix is on one rank alone.
     model = Version1("one_axis", "Sequential", [[10, 8], [16, 10], [2, 16]])
@@ -69,24 +74,19 @@ def _state_with_adamw() -> list[list[str]]:
     )
     _set_grads(model, 0)
     optimizer.step(sync_grad_before_optimizer_step=False)
-    # It gathers each tensor of the state, on all ranks together.
+    # On all ranks together.
     optimizer.state_dict()
     assert last.grad is None or last.to_local().numel()
-    return [sorted(optimizer.state[param]) for param in (*matrices, last)]
+    assert {*optimizer.state[last]} == {"exp_avg", "exp_avg_sq", "step"}
+    assert all({*optimizer.state[param]} == {"momentum_buffer"} for param in matrices)
 
 
 def _state(model: Version1, muon: Any) -> dict[str, Any]:
     return {"model": model.model.state_dict(), "optimizer": muon.state_dict()}
 
 
-def _save(folder: str) -> list[Any]:
-    """Save after a step of HFSDP; return what differs after two, and facts of other models."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    init_group()
-    different = []
+def _save(folder: str) -> None:
+    """Save after a step of HFSDP, and step on."""
     for kind, shapes in KINDS.items():
         model = Version1("hfsdp", *shapes)
         muon, reference = _muon(model), WholeMuon(model.parameters, **MUON)
@@ -97,18 +97,14 @@ def _save(folder: str) -> list[Any]:
             expected.append(reference.wholes())
             if step == 0:
                 dcp.save(_state(model, muon), checkpoint_id=f"{folder}/{kind}")
-        different += differences(model.parameters, muon, expected[1])
+        assert differences(model.parameters, muon, expected[1]) == []
         if dist.get_rank() == 0:
             torch.save(expected, f"{folder}/{kind}/expected")
-    return [different, _error_of_tensor_made_of_shards(), _state_with_adamw()]
+    dist.barrier()
 
 
-def _load(folder: str, layouts: list[str]) -> dict[str, list[list[str]]]:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    init_group()
-    found = {}
+def _load(folder: str, layouts: Sequence[str]) -> None:
+    """Load in other layouts, and make the next step."""
     for layout, (kind, shapes) in itertools.product(layouts, KINDS.items()):
         model = Version1(layout, *shapes, seed=50)
         muon = _muon(model)
@@ -117,38 +113,29 @@ def _load(folder: str, layouts: list[str]) -> dict[str, list[list[str]]]:
         model.model.load_state_dict(state["model"])
         muon.load_state_dict(state["optimizer"])
         expected = torch.load(f"{folder}/{kind}/expected", map_location=device())
-        loaded = differences(model.parameters, muon, expected[0])
+        assert differences(model.parameters, muon, expected[0]) == [], (layout, kind)
         _set_grads(model, 1)
         muon.step(sync_grad_before_optimizer_step=False)
-        found[f"{layout}, {kind}"] = [loaded, differences(model.parameters, muon, expected[1])]
-    return found
+        assert differences(model.parameters, muon, expected[1]) == [], (layout, kind)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[Any]]]:
-    """Return the folder of checkpoints, and what each rank found."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    return folder, run_ranks(4, _save, folder).check().results
+def _on_four_ranks(folder: str) -> None:
+    init_group()
+    _save(folder)
+    _load(folder, ["tensor_rows", "tensor_columns"])
+    _refuse_tensor_made_of_shards()
+    _step_empty_shards_of_adamw()
 
 
-def test_state_of_hfsdp_loads_on_other_ranks(saved):
-    """Through upstream's hooks of ``state_dict()``, which record chunks; on the bits of the run."""
-    folder, by_rank = saved
-    assert [different for different, _, _ in by_rank] == [[]] * 4
-    for num_ranks, layouts in ((2, ["one_axis_of_two"]), (4, ["tensor_rows", "tensor_columns"])):
-        for found in run_ranks(num_ranks, _load, folder, layouts).check().results:
-            assert len(found) == 2 * len(layouts)
-            assert all(each == [[], []] for each in found.values()), found
+def _on_two_ranks(folder: str) -> None:
+    init_group()
+    _load(folder, ["one_axis_of_two"])
 
 
-def test_tensor_made_of_shards_is_refused_on_all_ranks(saved):
-    """No buffer says which rows others hold; to gather all shapes took minutes on 16,384 ranks."""
-    for _, error, _ in saved[1]:
-        assert "made: expected a parameter of a model of Megatron-FSDP" in error
-        assert "Pass the parameter" in error and "No optimizer was built." in error
+def test_state_of_hfsdp_loads_on_other_ranks(tmp_path):
+    """Through upstream's hooks of ``state_dict()``, which record chunks; on the bits of the run.
 
-
-def test_adamw_has_state_of_empty_shards_on_all_ranks(saved):
-    """Megatron-FSDP gathers every tensor of the state to save it: it hung where one was missing."""
-    of_muon, of_adamw = ["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]
-    assert [states for _, _, states in saved[1]] == [[of_muon, of_muon, of_adamw]] * 4
+    Four ranks also refuse a tensor made of shards, and step empty shards of AdamW.
+    """
+    run_ranks(4, _on_four_ranks, str(tmp_path)).check()
+    run_ranks(2, _on_two_ranks, str(tmp_path)).check()

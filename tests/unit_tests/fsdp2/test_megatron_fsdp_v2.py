@@ -6,14 +6,22 @@
 more layouts than releases.
 """
 
-from pathlib import Path
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.device import init_group
 from helpers.megatron_fsdp import ShardedNet, has_grad_dtype, is_main, layouts, module_of
 from helpers.ranks import run_ranks
 from helpers.whole_matrices import WholeMuon, differences
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
@@ -26,8 +34,6 @@ UNITS = {"shapes": [[16, 8], [1, 4], [6, 2, 3, 3]], "units": True}
 
 def _build(net: ShardedNet, is_one: bool) -> Any:
     """Return Muon for the matrices, or one optimizer with AdamW for the vectors too."""
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
-
     groups: list[dict[str, Any]] = [
         {"params": [(name, param)], **each.keys}
         for (name, param), each in zip(net.matrices.items(), net.parameters, strict=True)
@@ -39,10 +45,8 @@ def _build(net: ShardedNet, is_one: bool) -> Any:
     return MuonAdamW([*groups, vectors], scale_mode="spectral", **settings)
 
 
-def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
-    """Take three steps of two microbatches beside whole matrices, and list what differs."""
-    import torch
-
+def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> None:
+    """Take three steps of two microbatches beside whole matrices."""
     optimizer = _build(net, is_one)
     module_of("experimental").fully_shard_optimizer(optimizer, **sharding)
     reference = WholeMuon(net.parameters, **MUON)
@@ -59,64 +63,46 @@ def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
             vector.grad = param.grad.to_local().clone()
         adamw.step()
         optimizer.step()
-    found = differences(net.parameters, optimizer, reference.wholes())
+    assert differences(net.parameters, optimizer, reference.wholes()) == []
     if is_one:
-        pairs = zip(vectors, net.vectors.items(), strict=True)
-        found += [name for ours, (name, p) in pairs if not torch.equal(ours, p.to_local())]
-    return found
+        for vector, param in zip(vectors, net.vectors.values(), strict=True):
+            assert torch.equal(vector, param.to_local())
 
 
-def _train_all() -> dict[str, Any]:
-    """Train in every layout of this number of ranks; also list rows by rank."""
-    import torch
-    import torch.distributed as dist
-
-    init_group()
-    found = {}
+def _train_all() -> None:
+    """Train in every layout of this number of ranks, with gradients of two microbatches."""
     for layout in layouts():
         if dist.get_world_size() == 3 and "h" in layout:
             continue
-        for name, settings, is_one in (("shared", SHARED, True), ("units", UNITS, False)):
-            net = ShardedNet(layout, **settings)
-            rows = [len(param.to_local()) for param in net.matrices.values()]
-            found[f"{layout}, {name}"] = [rows, _train(net, is_one)]
+        _train(ShardedNet(layout, **SHARED), True)
+        _train(ShardedNet(layout, **UNITS), False)
     # Gradients in bfloat16 beside weights in float32, cast by Megatron-FSDP or not.
     for aware in (False, True) if has_grad_dtype() else ():
         net = ShardedNet("zero3", **SHARED, has_bias=False, dtype="bfloat16")
         assert next(iter(net.named.values())).dtype == torch.float32
-        found[f"precision_aware={aware}"] = [[], _train(net, False, precision_aware=aware)]
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_steps_are_those_of_whole_matrices(num_ranks):
-    """In each layout, with gradients of two microbatches, through ``fully_shard_optimizer``."""
-    by_rank = run_ranks(num_ranks, _train_all).check().results
-    for case in by_rank[0]:
-        assert [each[case][1] for each in by_rank] == [[]] * num_ranks, case
+        _train(net, False, precision_aware=aware)
     # Somebody holds nothing of a matrix, somebody else a part of it that is not even.
-    shared = [each["zero3, shared"][0] for each in by_rank]
-    assert any(0 in rows for rows in shared)
+    net = ShardedNet("zero3", **SHARED)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, [len(each.to_local()) for each in net.matrices.values()])
+    assert any(0 in rows for rows in by_rank)
     assert any(
-        len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*shared, strict=True)
+        len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*by_rank, strict=True)
     )
 
 
-def _save_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
+def _state(net: ShardedNet, optimizer: Any) -> dict[str, Any]:
     state = dict(zip(("model", "optimizer"), get_state_dict(net.model, optimizer), strict=True))
     module_of("uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
-    dcp.save(state, checkpoint_id=folder)
+    return state
+
+
+def _save_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
+    dcp.save(_state(net, optimizer), checkpoint_id=folder)
 
 
 def _load_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    state = dict(zip(("model", "optimizer"), get_state_dict(net.model, optimizer), strict=True))
-    module_of("uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
+    state = _state(net, optimizer)
     dcp.load(state, checkpoint_id=folder)
     model, of_optimizer = state["model"], state["optimizer"]
     set_state_dict(net.model, optimizer, model_state_dict=model, optim_state_dict=of_optimizer)
@@ -151,14 +137,8 @@ def _build_to_save(layout: str, seed: int = 0) -> tuple[ShardedNet, Any]:
     return net, optimizer
 
 
-def _save(folder: str) -> list[str]:
-    """Save after a step, in each layout and way; list what differs, in files too."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    init_group()
-    different = []
+def _save(folder: str) -> None:
+    """Save after a step, in each layout and way; files have whole matrices."""
     for layout in layouts():
         net, optimizer = _build_to_save(layout)
         reference = WholeMuon(net.parameters, **MUON)
@@ -171,7 +151,7 @@ def _save(folder: str) -> list[str]:
                 saved = {key: net.whole(*tensors[key]) for key in tensors}
                 for way, (save, _) in _ways().items():
                     save(net, optimizer, f"{folder}/{layout} {way}")
-        different += differences(net.parameters, optimizer, reference.wholes())
+        assert differences(net.parameters, optimizer, reference.wholes()) == []
         if dist.get_rank() == 0:
             torch.save([saved, reference.wholes()], f"{folder}/{layout}")
             for way in _ways():
@@ -180,118 +160,103 @@ def _save(folder: str) -> list[str]:
                 for key, whole in saved.items():
                     name, _, what = key.rpartition(".")
                     states = {**file["optimizer"]["state"][name], "value": file["model"][name]}
-                    different += [key] if not torch.equal(states[what], whole) else []
-    return different
+                    assert torch.equal(states[what], whole), key
+    dist.barrier()
 
 
-def _load(folder: str) -> dict[str, list[list[str]]]:
+def _load(folder: str) -> None:
     """Load what each layout has saved, and make the next step."""
-    import torch
-    import torch.distributed as dist
-
-    init_group()
-    found = {}
     for layout in layouts():
         saved, expected = torch.load(f"{folder}/{layout}")
         for way, (_, load) in _ways().items():
             into = layout if dist.get_world_size() == 4 else "zero3"
             net, optimizer = _build_to_save(into, seed=50)
             load(net, optimizer, f"{folder}/{layout} {way}")
-            loaded = [
-                key
-                for key, (name, tensor) in _tensors(net, optimizer).items()
-                if not torch.equal(tensor.to_local(), net.own(name, saved[key]))
-            ]
+            for key, (name, tensor) in _tensors(net, optimizer).items():
+                assert torch.equal(tensor.to_local(), net.own(name, saved[key])), (layout, way, key)
             net.set_grads(1)
             optimizer.step()
-            found[f"{layout}, {way}"] = [loaded, differences(net.parameters, optimizer, expected)]
-    return found
+            assert differences(net.parameters, optimizer, expected) == [], (layout, way)
 
 
-def test_checkpoints_load_on_other_ranks(tmp_path: Path):
-    """With upstream's chunks, by torch's functions and main's own; files have whole matrices."""
-    assert run_ranks(4, _save, str(tmp_path)).check().results == [[]] * 4
-    for num_ranks in (2, 3, 4):
-        for found in run_ranks(num_ranks, _load, str(tmp_path)).check().results:
-            assert found and all(each == [[], []] for each in found.values()), found
-
-
-def _error_of(call: Any) -> str:
-    try:
+def _assert_refused(said: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError) as error:
         call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "nothing"
+    assert said in str(error.value)
+    # A sentence a module, not a matrix.
+    assert str(error.value).count("for which Megatron-FSDP") <= 2
 
 
-def _steps_without_all_gradients() -> dict[str, str]:
-    """Return the errors of steps; raise if one has changed a parameter."""
-    import torch
+def _refuse_gradients() -> None:
+    """Step without a gradient of one parameter.
 
-    errors = {}
-    for name, is_one in (("unused", False), ("unused vector", True)):
+    It keeps Megatron-FSDP from reducing those of its whole module: it was left out of every step,
+    with all others of its module, and nothing was said.
+    """
+    lacks = "expected gradients of all parameters of its module, got"
+    module = "['layers.3.weight', 'layers.3.bias', 'layers.4.weight', 'layers.4.bias'], for which"
+    for is_one, said in (
+        (False, f"layers.4.weight: {lacks} none of {module}"),
+        (True, f"layers.4.bias: {lacks}"),
+    ):
         net = ShardedNet("zero3", **SHARED)
         optimizer = _build(net, is_one)
         net.backward(0, num_used=3)
         before = {each: param.to_local().clone() for each, param in net.named.items()}
-        errors[name] = _error_of(optimizer.step)
+        _assert_refused(said, optimizer.step)
         assert all(torch.equal(before[each], net.named[each].to_local()) for each in before)
     if has_grad_dtype():
         net = ShardedNet("zero3", **SHARED, dtype="bfloat16")
         optimizer = _build(net, True)
         module_of("experimental").fully_shard_optimizer(optimizer, precision_aware=True)
         net.backward(0)
-        errors["bf16 for AdamW"] = _error_of(optimizer.step)
+        _assert_refused("layers.0.bias: expected a gradient like the parameter", optimizer.step)
     # A layer that nothing uses is skipped as a whole.
     net = ShardedNet("zero3", **UNITS)
     optimizer = _build(net, False)
     net.backward(0, num_used=2)
-    errors["unused layer"] = _error_of(optimizer.step)
-    return errors
+    optimizer.step()
 
 
-def _refuse() -> dict[str, str]:
-    import gc
-
-    import torch
-
-    from megatron_muon.fsdp2 import Muon
-
-    init_group()
-    errors = _steps_without_all_gradients()
+def _refuse_to_build() -> None:
+    """Build Muon of gathered weights, and of parameters whose model is gone."""
     net = ShardedNet("zero3", **SHARED)
+    calls = []
 
     def build_in_forward(module: torch.nn.Module, *_: object) -> None:
-        errors["gathered"] = _error_of(lambda: Muon([("w", module.weight)]))
+        said = "w: expected a DTensor in a job of 2 ranks, got a plain tensor"
+        _assert_refused(said, lambda: Muon([("w", module.weight)]))
+        calls.append(module)
 
     handle = net.model.layers[0].register_forward_hook(build_in_forward)
     net.backward(0)
     handle.remove()
+    assert calls
     if is_main():
         params = list(net.matrices.items())
         del net
         gc.collect()
-        errors["gone"] = _error_of(lambda: Muon(params))
-    return errors
+        said = "layers.0.weight: expected a parameter of a model that exists, got one of none"
+        _assert_refused(said, lambda: Muon(params))
 
 
-def test_refusals_name_the_parameter_on_all_ranks():
-    """At construction or in the first step, which changes nothing.
+def _run_all(folder: str) -> None:
+    init_group()
+    num_ranks = dist.get_world_size()
+    _train_all()
+    if num_ranks == 4:
+        _save(folder)
+    _load(folder)
+    if num_ranks == 2:
+        _refuse_gradients()
+        _refuse_to_build()
 
-    A parameter without a gradient keeps Megatron-FSDP from reducing those of its whole module: it
-    was left out of every step, with all others of its module, and nothing was said.
+
+def test_steps_and_loads_are_those_of_whole_matrices(tmp_path):
+    """Through ``fully_shard_optimizer``; checkpoints with upstream's chunks and main's functions.
+
+    Four ranks save what all load. Two ranks refuse parameters and steps too.
     """
-    expected = {
-        "unused": "layers.4.weight: expected gradients of all parameters of its module, got none "
-        "of ['layers.3.weight', 'layers.3.bias', 'layers.4.weight', 'layers.4.bias'], for which",
-        "unused vector": "layers.4.bias: expected gradients of all parameters of its module, got",
-        "bf16 for AdamW": "layers.0.bias: expected a gradient like the parameter",
-        "unused layer": "nothing",
-        "gathered": "w: expected a DTensor in a job of 2 ranks, got a plain tensor",
-        "gone": "layers.0.weight: expected a parameter of a model that exists, got one of none",
-    }
-    for errors in run_ranks(2, _refuse).check().results:
-        assert set(expected) - set(errors) <= {"gone", "bf16 for AdamW"}
-        for case, error in errors.items():
-            assert expected[case] in error, case
-            assert error.count("for which Megatron-FSDP") <= 2  # a sentence a module, not a matrix
+    for num_ranks in (4, 3, 2):
+        # main has more layouts.
+        run_ranks(num_ranks, _run_all, str(tmp_path), timeout_s=600.0).check()

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group, kind
-from helpers.fsdp2_models import shard
+from helpers.fsdp2_models import draw_grads, drawn, shard
 from helpers.ranks import ROOT, run_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon
+from megatron_muon.runtime import local_rows
 
 VALUES = torch.arange(12.0).view(3, 4)
 
@@ -73,36 +74,24 @@ def test_single_rank_steps_like_emerging_optimizers(settings, dtype, momentum_dt
         assert torch.equal(ours.grad, grad) != is_changed
 
 
-@has_grad_dtype
-def test_gradients_in_float16_are_refused():
-    """They are scaled, or about to overflow."""
-    ours, _, muon, _ = _pair()
-    ours.grad_dtype = torch.float16
-    ours.grad = torch.ones(3, 4, dtype=torch.float16, device=device())
-    with pytest.raises(RuntimeError, match="expected a gradient like the parameter"):
-        muon.step()
-
-
 def test_closure_computes_gradients_and_its_loss_is_returned():
     """It runs with gradients on, though the step does not."""
     ours, theirs, muon, reference = _pair()
-    target = torch.eye(3, 4, device=device())
 
     def closure() -> Any:
         muon.zero_grad()
-        loss = (ours - target).square().sum()
+        loss = ours.square().sum()
         loss.backward()
         return loss
 
-    loss = muon.step(closure)
-    theirs.grad = (2 * (theirs - target)).detach()
+    assert muon.step(closure).item() == VALUES.square().sum().item()
+    theirs.grad = (2 * theirs).detach()
     reference.step()
-    assert loss.item() == (VALUES.to(device()) - target).square().sum().item()
     assert torch.equal(ours, theirs)
 
 
 def test_schedulers_and_clipping_work_as_with_any_optimizer():
-    """The learning rate is read in each step; a checkpoint brings its own, as torch does."""
+    """The learning rate is read in each step."""
     ours, theirs, muon, reference = _pair()
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (muon, reference)]
     for step in range(3):
@@ -117,19 +106,13 @@ def test_schedulers_and_clipping_work_as_with_any_optimizer():
             schedule.step()
         assert torch.equal(ours, theirs)
     assert muon.param_groups[0]["lr"] == 0.0125
-    saved = muon.state_dict()
-    ours, _, other, _ = _pair(lr=7.0)
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["lr"] == 0.0125
-    assert torch.equal(other.state[ours]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
 
 
 def test_groups_have_settings_of_their_own():
     """Learning rate, weight decay and momentum of each group; splits beside whole matrices."""
-    torch.manual_seed(0)
-    values = [torch.randn(4, 6, device=device()), torch.randn(6, 3, device=device())]
-    ours = [torch.nn.Parameter(value.clone()) for value in values]
-    theirs = [torch.nn.Parameter(value) for value in (values[0], *values[1].clone().split(2))]
+    first, second = drawn((4, 6), 0), drawn((6, 3), 1)
+    ours = [torch.nn.Parameter(value.clone()) for value in (first, second)]
+    theirs = [torch.nn.Parameter(value.clone()) for value in (first, *second.split(2))]
     fast, slow = {"lr": 1.0, "momentum": 0.5}, {"lr": 0.1, "weight_decay": 0.5}
     precision = {"fp32_matmul_prec": "highest"}
     muon = Muon(
@@ -140,29 +123,14 @@ def test_groups_have_settings_of_their_own():
     reference = WholeMatrixMuon(
         [{"params": theirs[:1], **fast}, {"params": theirs[1:], **slow}], **precision
     )
-    for param, other in ((ours[0], theirs[:1]), (ours[1], theirs[1:])):
-        param.grad = torch.randn_like(param)
-        for each, grad in zip(other, param.grad.split([len(p) for p in other]), strict=True):
-            each.grad = grad.clone()
+    draw_grads(ours, 2)
+    grads = [ours[0].grad, *ours[1].grad.split(2)]
+    for param, grad in zip(theirs, grads, strict=True):
+        param.grad = grad.clone()
     muon.step()
     reference.step()
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], torch.cat(theirs[1:]))
-
-
-def test_splits_of_this_run_win_over_those_of_the_checkpoint():
-    """They decide the plan; what a checkpoint says otherwise is warned of."""
-    param = torch.nn.Parameter(torch.ones(4, 4))
-    saved = Muon([{"params": [param], "split_sizes": 2, "transposed": True}]).state_dict()
-    other = Muon([{"params": [param], "split_sizes": (1, 3)}])
-    with pytest.warns(UserWarning) as warned:
-        other.load_state_dict(saved)
-    texts = [str(each.message) for each in warned]
-    assert len(texts) == 2
-    assert "split_sizes 2, this run (1, 3)" in texts[0]
-    assert "transposed True, this run False" in texts[1]
-    assert other.param_groups[0]["split_sizes"] == (1, 3)
-    assert "transposed" not in other.param_groups[0]
 
 
 def _step_without_gradients() -> None:
@@ -240,8 +208,6 @@ def test_ranks_may_have_no_matrices_or_list_them_in_any_order():
 
 def _operations(num_experts: list[int]) -> list[list[int]]:
     """Count operations, matrix products and host reads of a step, by number of experts."""
-    from megatron_muon.runtime import local_rows
-
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from counting import OperationCounter
 

@@ -4,64 +4,64 @@
 
 import copy
 import itertools
+import textwrap
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from helpers import fsdp2_models
 from helpers.device import device, init_group
-from helpers.fsdp2_models import drawn, load_state, orthogonal, save_state
-from helpers.ranks import run_ranks
+from helpers.fsdp2_models import FSDP2, draw_grads, drawn, load_state, save_state
+from helpers.ranks import ROOT, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 from megatron_muon.step import stored_state
 
-NUM_STEPS = 3
+
+def _stepped(*shapes: tuple[int, int], num_steps: int = 1, **options: Any) -> tuple[Muon, Any]:
+    """Step parameters of one rank with gradients that are drawn."""
+    params = [torch.nn.Parameter(drawn(shape, i)) for i, shape in enumerate(shapes)]
+    group = {"params": params, "split_sizes": options.pop("split_sizes", None)}
+    muon = Muon([group], lr=0.1, **options)
+    for step in range(num_steps):
+        draw_grads(params, step)
+        muon.step()
+    return muon, params
 
 
-@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+def orthogonal(stack: Any) -> Any:
+    """Return what Newton-Schulz approximates."""
+    u, _, v = torch.linalg.svd(stack, full_matrices=False)
+    return u @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtype):
-    """On CPU ranks the copies are to the same device; a GPU shows the rest."""
-    params = [[torch.nn.Parameter(drawn((6, 9), i)) for i in range(2)] for _ in range(2)]
-    options: Any = {"lr": 0.1, "nesterov": nesterov, "momentum_dtype": momentum_dtype}
-    optimizers = [
-        Muon(of_one, offload_momentum=is_offloaded, **options)
-        for of_one, is_offloaded in zip(params, (True, False), strict=True)
-    ]
-    for step in range(NUM_STEPS):
-        for of_one, muon in zip(params, optimizers, strict=True):
-            # The other one has no gradient.
-            of_one[0].grad = drawn((6, 9), 80 + step)
-            muon.step()
-    for ours, theirs in zip(*params, strict=True):
-        momentum = optimizers[0].state[ours]["momentum_buffer"]
-        assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
-        assert momentum.is_pinned() == (ours.device.type == "cuda")
-        assert torch.equal(momentum.to(ours.device), optimizers[1].state[theirs]["momentum_buffer"])
-        assert torch.equal(ours, theirs)
-    optimizers[0].load_state_dict(optimizers[1].state_dict())
-    momentum = optimizers[0].state[params[0][0]]["momentum_buffer"]
-    assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
+def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, dtype):
+    """On CPU ranks the copies are to the same device; test_copy_back.py has streams."""
+    options: Any = {"num_steps": 3, "nesterov": nesterov, "momentum_dtype": dtype}
+    ours, (param,) = _stepped((6, 9), offload_momentum=True, **options)
+    theirs, (other,) = _stepped((6, 9), **options)
+    assert torch.equal(param, other)
+    for _ in range(2):
+        momentum = ours.state[param]["momentum_buffer"]
+        assert momentum.device.type == "cpu" and momentum.dtype == dtype
+        assert torch.equal(momentum, theirs.state[other]["momentum_buffer"].cpu())
+        ours.load_state_dict(theirs.state_dict())
 
 
 def test_memory_that_cannot_be_pinned_is_an_error():
     """Of one rank, which all of them raise."""
-
-    def fail(_tensor: Any) -> Any:
-        raise RuntimeError("CUDA error: out of memory\nmore")
-
+    error = RuntimeError("CUDA error: out of memory\nmore")
     said = "offload_momentum: expected CPU memory that can be pinned, got CUDA error"
     with (
-        mock.patch.object(stored_state, "_in_cpu_memory", fail),
+        mock.patch.object(stored_state, "_in_cpu_memory", side_effect=error),
         pytest.raises(RuntimeError, match=said),
     ):
-        Muon([torch.nn.Parameter(drawn((6, 9), 0))], offload_momentum=True)
+        _stepped((6, 9), offload_momentum=True)
 
 
 def _step_bf16(folder: str) -> None:
@@ -76,113 +76,29 @@ def _step_bf16(folder: str) -> None:
         model = torch.nn.Module()
         model.forward = lambda: None  # type: ignore[assignment]
         for i, shape in enumerate(shapes):
-            param = torch.nn.Parameter(drawn(shape, i).bfloat16())
-            setattr(model, f"weight{i}", param)
+            setattr(model, f"weight{i}", torch.nn.Parameter(drawn(shape, i).bfloat16()))
         fully_shard(model, mesh=mesh)
         exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
         return model, Muon(list(model.named_parameters()), exchange=exchange, **options)
 
-    def step(number: int) -> None:
-        """Step both, and compare."""
-        for i, param in enumerate(model.parameters()):
-            grad = drawn(shapes[i], 30 * number + i).bfloat16()
-            param.grad = distribute_tensor(grad, mesh, param.placements)
-            wholes[i].grad = grad.float()
+    model, muon = build()
+    for step in range(4):
+        if step == 2:
+            save_state(folder, model, muon)
+            model, muon = build()
+            load_state(folder, model, muon)
+        draw_grads(model.parameters(), step)
+        for param, whole in zip(model.parameters(), wholes, strict=True):
+            whole.grad = param.grad.full_tensor().float()
         muon.step()
         reference.step()
         for param, whole in zip(model.parameters(), wholes, strict=True):
             own, expected = muon.state[param], whole.detach()
             assert own["main_param"].dtype == torch.float32 and param.dtype == torch.bfloat16
-            assert torch.equal(own["main_param"].full_tensor(), expected), number
-            assert torch.equal(param.full_tensor(), expected.bfloat16()), number
+            assert torch.equal(own["main_param"].full_tensor(), expected), step
+            assert torch.equal(param.full_tensor(), expected.bfloat16()), step
             momentum = reference.state[whole]["momentum_buffer"]
-            assert torch.equal(own["momentum_buffer"].full_tensor(), momentum), number
-
-    model, muon = build()
-    step(0)
-    step(1)
-    save_state(folder, model, muon)
-    model, muon = build()
-    load_state(folder, model, muon)
-    step(2)
-    step(3)
-    # Somebody changes an element: it counts, and the copies of all others are kept.
-    (param, _) = model.parameters()
-    changed = param.full_tensor().detach().clone()
-    changed[0, 0] = 2.0
-    with torch.no_grad():
-        param.copy_(distribute_tensor(changed, mesh, param.placements))
-        wholes[0][0, 0] = 2.0
-    step(9)
-
-
-def test_own_function_sees_stacks_of_whole_matrices():
-    """It replaces Newton-Schulz; scale and update stay."""
-    params = [
-        torch.nn.Parameter(drawn(shape, i)) for i, shape in enumerate([(4, 6), (4, 6), (7, 3)])
-    ]
-    before = [param.detach().clone() for param in params]
-    seen = []
-
-    def orthogonalize(stack: Any) -> Any:
-        seen.append((tuple(stack.shape), stack.dtype))
-        return orthogonal(stack)
-
-    muon = Muon(params, lr=0.1, weight_decay=0.0, newton_schulz=orthogonalize, scale_mode="none")
-    for i, param in enumerate(params):
-        param.grad = drawn(param.shape, 10 + i)
-    muon.step()
-    assert {dtype for _, dtype in seen} == {torch.float32}
-    assert sum(shape[0] for shape, _ in seen) == 3
-    assert {shape[1:] for shape, _ in seen} == {(4, 6), (7, 3)}
-    for param, old in zip(params, before, strict=True):
-        # Of a matrix alone and of one in a stack, whose products are rounded otherwise.
-        expected = old - 0.1 * orthogonal(param.grad)
-        torch.testing.assert_close(param.detach(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("result", ["text", "shape", "dtype"])
-def test_own_function_that_returns_something_else_is_refused(result):
-    """By its first result."""
-    param = torch.nn.Parameter(torch.ones(4, 6, device=device()))
-    given = {"text": lambda _: "x", "shape": lambda x: x[:, :2], "dtype": lambda x: x.double()}
-    muon = Muon([param], newton_schulz=given[result])
-    param.grad = torch.eye(4, 6, device=device())
-    with pytest.raises(TypeError, match="newton_schulz: expected a function that returns"):
-        muon.step()
-
-
-@pytest.mark.parametrize(
-    ("mode", "factor"),
-    [
-        ("match_adamw", 0.2 * 9**0.5),
-        ("spectral", 9**0.5),
-        ("spectral_unclamped", (4 / 9) ** 0.5),
-        ("none", 1.0),
-    ],
-)
-def test_results_are_scaled_as_the_mode_says(mode, factor):
-    """Of an orthogonal matrix, which Newton-Schulz by a function leaves as it is."""
-    param = torch.nn.Parameter(torch.zeros(4, 9, device=device()))
-    muon = Muon([param], lr=1.0, momentum=0.0, newton_schulz=torch.clone, scale_mode=mode)
-    param.grad = torch.eye(4, 9, device=device())
-    muon.step()
-    expected = -factor * torch.eye(4, 9, device=device())
-    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=0.0)
-
-
-def test_rows_that_are_left_are_a_block():
-    """By -1 at the end, as torch.reshape names what is left; anything else must add up."""
-    ours, theirs = (torch.nn.Parameter(drawn((10, 6), 2)) for _ in range(2))
-    grad = drawn((10, 6), 3)
-    for param, sizes in ((ours, (3, 3, -1)), (theirs, (3, 3, 4))):
-        muon = Muon([{"params": [param], "split_sizes": sizes}], lr=0.1)
-        param.grad = grad.clone()
-        muon.step()
-    assert torch.equal(ours, theirs)
-    for sizes in ((3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)):
-        with pytest.raises(RuntimeError, match="split_sizes: expected"):
-            Muon([{"params": [ours], "split_sizes": sizes}])
+            assert torch.equal(own["momentum_buffer"].full_tensor(), momentum), step
 
 
 def _train_in_cpu_memory(folder: str) -> None:
@@ -205,7 +121,7 @@ def _train_in_cpu_memory(folder: str) -> None:
             save_state(folder, model, muon)
             model, muon = build(offload)
             load_state(folder, model, muon)
-        batch = drawn((8, 6), 20 + number).to(device())
+        batch = drawn((8, 6), 20 + number)
         for each, optimizer in ((model, muon), (plain, plain_muon)):
             optimizer.zero_grad()
             each(batch).square().mean().backward()
@@ -233,9 +149,90 @@ def test_parameters_in_bfloat16_or_cpu_memory_keep_their_bits(tmp_path):
     run_ranks(2, _on_two_ranks, str(tmp_path)).check()
 
 
+def test_own_function_sees_stacks_of_whole_matrices():
+    """It replaces Newton-Schulz; scale and update stay."""
+    seen = []
+
+    def orthogonalize(stack: Any) -> Any:
+        seen.append((len(stack), stack.shape[1:], stack.dtype))
+        return orthogonal(stack)
+
+    shapes = [(4, 6), (4, 6), (7, 3)]
+    options: Any = {"weight_decay": 0.0, "scale_mode": "none"}
+    _, params = _stepped(*shapes, newton_schulz=orthogonalize, **options)
+    assert sum(size for size, *_ in seen) == 3
+    assert {(shape, dtype) for _, shape, dtype in seen} == {(x, torch.float32) for x in shapes}
+    for i, param in enumerate(params):
+        # Of a matrix alone and of one in a stack, whose products are rounded otherwise.
+        expected = drawn(param.shape, i) - 0.1 * orthogonal(param.grad)
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_own_method_is_called_with_results_and_its_state():
+    """The example of docs/optimizers.md, beside Muon without a method.
+
+    The gradient is the same in both steps, so results are too: the mean square of a row is averaged
+    to 0.05 of it, and then to 0.0975. Newton-Schulz of a multiple in float32 differs by 1e-6.
+    """
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    code = text.partition("<!-- own method -->\n")[2].partition("\n\n    # end")[0]
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(code), names)
+    start, grad = drawn((6, 4), 0), drawn((6, 4), 1)
+    moved, moments = [], []
+    for method in (None, names["RowRMS"]()):
+        param = torch.nn.Parameter(start.clone())
+        muon = names["Muon"](
+            [param],
+            lr=0.1,
+            weight_decay=0.0,
+            fp32_matmul_prec="highest",
+            scale_mode="none",
+            adaptive=method,
+        )
+        for _ in range(2):
+            param.grad = grad.clone()
+            muon.step()
+        moved.append(start - param.detach())
+        moments.append(muon.state[param].get("moment2_buffer"))
+    results = moved[0] / 0.2
+    expected = 0.1 * (0.05**0.5 + 0.0975**0.5) * results
+    torch.testing.assert_close(moved[1], expected, rtol=1e-4, atol=1e-6)
+    means = 0.0975 * results.square().mean(1)
+    torch.testing.assert_close(moments[1], means, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"),
+    [
+        ("match_adamw", 0.2 * 9**0.5),
+        ("spectral", 9**0.5),
+        ("spectral_unclamped", (4 / 9) ** 0.5),
+        ("none", 1.0),
+    ],
+)
+def test_results_are_scaled_as_the_mode_says(mode, factor):
+    """Of an orthogonal matrix, which Newton-Schulz by a function leaves as it is."""
+    param = torch.nn.Parameter(torch.zeros(4, 9, device=device()))
+    muon = Muon([param], lr=1.0, momentum=0.0, newton_schulz=torch.clone, scale_mode=mode)
+    param.grad = torch.eye(4, 9, device=device())
+    muon.step()
+    expected = -factor * torch.eye(4, 9, device=device())
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=0.0)
+
+
+def test_rows_that_are_left_are_a_block():
+    """By -1 at the end, as torch.reshape names what is left."""
+    (_, (ours,)), (_, (theirs,)) = (
+        _stepped((10, 6), split_sizes=sizes) for sizes in ((3, 3, -1), (3, 3, 4))
+    )
+    assert torch.equal(ours, theirs)
+
+
 def _figures(case: str, is_exact: bool) -> list[Any]:
     """Return the figures of two steps, and what they should be by whole tensors."""
-    parameters = getattr(fsdp2_models, case)()
+    parameters = FSDP2[4][case]()
+    params = [each.param for each in parameters]
     muon = Muon(
         [{"params": [each.param], **each.keys} for each in parameters],
         lr=0.5,
@@ -244,20 +241,20 @@ def _figures(case: str, is_exact: bool) -> list[Any]:
         newton_schulz=orthogonal if is_exact else None,
     )
     muon.record_metrics()
+
+    def whole(tensors: Any) -> list[Any]:
+        return [each.full_tensor().detach().clone() for each in tensors]
+
     found = []
     for step in range(2):
-        before = [each.param.full_tensor().detach().clone() for each in parameters]
         for i, each in enumerate(parameters):
             each.draw_grad(9 * step + i)
-        grads = [each.param.grad.full_tensor() for each in parameters]
+        before = whole(params)
         muon.step()
-        momentum = [muon.state[each.param]["momentum_buffer"].full_tensor() for each in parameters]
-        updates = [
-            (old - each.param.full_tensor()) / 0.5
-            for old, each in zip(before, parameters, strict=True)
-        ]
+        momentum = whole(muon.state[param]["momentum_buffer"] for param in params)
+        updates = [(old - new) / 0.5 for old, new in zip(before, whole(params), strict=True)]
         of_whole = [
-            [float(each.norm()) for each in grads],
+            [float(each.norm()) for each in whole(param.grad for param in params)],
             [float(each.norm()) for each in momentum],
             [float(each.square().mean().sqrt()) for each in updates],
         ]
@@ -277,24 +274,15 @@ def test_figures_are_those_of_whole_tensors():
     (first, *others) = run_ranks(4, _all_figures).check().results
     assert all(other == first for other in others)
     *newton_schulz, exact = first
-    for (gradients, momenta, updates, error), expected in itertools.chain(*newton_schulz):
+    for (*figures, error), expected in itertools.chain(*newton_schulz):
         # Sums in float32, in another order; updates are differences of weights of about 1.
-        for figures, of_whole in zip((gradients, momenta, updates), expected, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(figures), torch.tensor(of_whole), rtol=1e-4, atol=1e-4
-            )
+        torch.testing.assert_close(
+            torch.tensor(figures), torch.tensor(expected), rtol=1e-4, atol=1e-4
+        )
         # Newton-Schulz leaves singular values between 0.7 and 1.2.
         assert 0.01 < error < 0.6
     # By singular values in place of Newton-Schulz.
-    for figures, _ in exact:
-        assert figures[3] < 1e-4
-
-
-def test_figures_that_were_not_asked_for_are_refused():
-    """Nothing is recorded then."""
-    muon = Muon([torch.nn.Parameter(torch.ones(2, 3, device=device()))])
-    with pytest.raises(RuntimeError, match=r"expected record_metrics\(\) before the step"):
-        muon.last_metrics()
+    assert all(figures[3] < 1e-4 for figures, _ in exact)
 
 
 def test_phases_of_a_step_are_ranges_of_a_profile():

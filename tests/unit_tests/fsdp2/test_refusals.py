@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What Muon for FSDP2 refuses: on all ranks together, by name, with what to do."""
+"""What the optimizers for FSDP2 refuse: by name, with what to do, and on all ranks together."""
 
 import copy
 import pickle
@@ -12,15 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fsdp2_models import shard
+from helpers.fsdp2_models import mixed_model, shard
 from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, validation
-
-pytestmark = pytest.mark.ranks
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, parameter_groups, validation
 
 
 def _assert_refused(said: str, call: Callable[[], Any]) -> None:
@@ -29,6 +27,112 @@ def _assert_refused(said: str, call: Callable[[], Any]) -> None:
         call()
     assert said in str(error.value)
     assert "--" not in str(error.value)
+
+
+def _param(*shape: int, **marks: Any) -> Any:
+    """Return a plain parameter with attributes."""
+    param = torch.nn.Parameter(torch.ones(shape))
+    for name, value in marks.items():
+        setattr(param, name, value)
+    return param
+
+
+BF16, GRAM = ExchangeSettings(comm_dtype="bf16"), ExchangeSettings(newton_schulz="gram")
+L2 = {"weight_decay_method": "l2"}
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ("weight_decay_method: expected one of", {"weight_decay_method": "none"}),
+        ("fp32_matmul_prec: expected one of", {"fp32_matmul_prec": "bf16"}),
+        ("scale_mode: expected one of", {"scale_mode": "rms"}),
+        ("coefficient_type: expected", {"coefficient_type": "cubic"}),
+        ("num_ns_steps: expected at least 1", {"num_ns_steps": 0}),
+        ("use_syrk: expected False, got True", {"use_syrk": True}),
+        ("exchange.comm_dtype: expected fp32", {"fp32_matmul_prec": "high", "exchange": BF16}),
+        ("expected one of [torch.float32, torch.bfloat16]", {"momentum_dtype": torch.float16}),
+        ("expected a function of a stack, got 'fast'", {"newton_schulz": "fast"}),
+        ("exchange.comm_dtype: expected fp32", {"newton_schulz": torch.clone, "exchange": BF16}),
+        ("expected a function of a stack", {"newton_schulz": torch.clone, "exchange": GRAM}),
+        ("expected one of adamuon, normuon, namo, got adam", {"adaptive": "adam"}),
+        ("adaptive: expected a name, or an object with state", {"adaptive": torch.clone}),
+        ("expected decoupled weight decay with namo", {"adaptive": "namo", **L2}),
+    ],
+)
+def test_invalid_arguments_are_refused(said, options):
+    """When the optimizer is built: MuonAdamW does not wait for its first step."""
+    _assert_refused(said, lambda: Muon([_param(3, 4)], **options))
+    with pytest.raises(ValueError) as error:
+        MuonAdamW([_param(3, 4)], **options)
+    assert said in str(error.value)
+
+
+def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
+    return MuonAdamW([{"params": [model.norm.bias], "algorithm": "adamw"}], **options)
+
+
+@pytest.mark.parametrize(
+    ("said", "call"),
+    [
+        ("got ['zz'], which find none", lambda m: parameter_groups(m, elementwise_names=["zz"])),
+        ("patterns that find parameters of Muon", lambda m: parameter_groups(m, splits={"q": 3})),
+        ("expected trainable parameters", lambda m: parameter_groups(m.requires_grad_(False))),
+        ("got 'sgd'", lambda m: MuonAdamW([{"params": [m.up.weight], "algorithm": "sgd"}])),
+        ("expected arguments of Muon, got ['mu']", lambda m: MuonAdamW([m.up.weight], mu=0.9)),
+        ("Invalid beta parameter", lambda m: _vector_of_adamw(m, betas=(2.0, 0.9))),
+        ("in more than one parameter", lambda m: MuonAdamW([{"params": [m.up.weight]}] * 2)),
+        ("expected record_metrics() before", lambda m: Muon([m.up.weight]).last_metrics()),
+    ],
+)
+def test_calls_that_cannot_work_are_refused(said, call):
+    """On one rank. AdamW's arguments count where there is a group of AdamW."""
+    _assert_refused(said, lambda: call(mixed_model()))
+    MuonAdamW([mixed_model().up.weight], betas=(2.0, 0.9))
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)])
+def test_blocks_that_do_not_add_up_are_refused(sizes):
+    """The last one may be what is left, which -1 says."""
+    groups = [{"params": [_param(10, 6)], "split_sizes": sizes}]
+    _assert_refused("split_sizes: expected", lambda: Muon(groups))
+
+
+class WrongMethod:
+    """A method of adaptive Muon that returns another shape."""
+
+    def state_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Return the shape of the state."""
+        return 1, 1
+
+    def __call__(self, results: Any, state: Any) -> Any:
+        """Return the first of the results."""
+        return results[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ("newton_schulz: expected a function that returns", {"newton_schulz": lambda _: "x"}),
+        ("newton_schulz: expected a function that", {"newton_schulz": lambda x: x[:, :2]}),
+        ("newton_schulz: expected a function that", {"newton_schulz": torch.Tensor.double}),
+        ("WrongMethod: expected a function that returns", {"adaptive": WrongMethod()}),
+    ],
+)
+def test_own_function_that_returns_something_else_is_refused(said, options):
+    """By its first result."""
+    param = _param(4, 6)
+    param.grad = torch.ones_like(param)
+    _assert_refused(said, Muon([param], **options).step)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+def test_gradients_in_float16_are_refused():
+    """They are scaled, or about to overflow."""
+    param = _param(3, 4)
+    param.grad_dtype = torch.float16
+    param.grad = torch.ones(3, 4, dtype=torch.float16)
+    _assert_refused("expected a gradient like the parameter", Muon([param]).step)
 
 
 class Hooked(Muon):
@@ -65,12 +169,12 @@ def _wrong_parameters(mesh: DeviceMesh, w: Any, second: Any) -> list[tuple[str, 
     copied = dtensor(torch.ones(3, 4), Shard(0), Shard(0), on=marked)
     half = torch.nn.Parameter(shard((6, 4), 0, mesh).param.to(torch.float16))
     empty = torch.nn.Parameter(w.detach()[:, :0])
-    plain = torch.nn.Parameter(torch.ones(4, 4))
     number = "w: split_sizes: expected a number of blocks"
     return [
         ("ranks 0, 1: bias: expected a matrix, or a batch of matrices", [("bias", vector)]),
         ("rank 1: w: expected a matrix", [("w", vector if rank == 1 else w)]),
-        ("w: expected a DTensor in a job of 2 ranks", [("w", plain)]),
+        ("set flatten=True in the group of a convolution", [("w", _param(4, 3, 2, 2))]),
+        ("w: expected a DTensor in a job of 2 ranks, got a plain tensor", [("w", _param(4, 4))]),
         ("w: expected float32 or bfloat16, got torch.float16", [("w", half)]),
         ("b: expected shards on cpu, as the mesh or the first", [("a", w), ("b", on_meta)]),
         ("b: expected shards on cpu, as the mesh or the first", [("b", on_meta)]),
@@ -82,12 +186,37 @@ def _wrong_parameters(mesh: DeviceMesh, w: Any, second: Any) -> list[tuple[str, 
         ("w: split_sizes: expected an int", [{"params": [("w", w)], "split_sizes": ("4", 2)}]),
         ("w: split_sizes: expected an int", [{"params": [("w", w)], "split_sizes": True}]),
         ("w: transposed: expected True", [{"params": [("w", w)], "transposed": "no"}]),
+        ("w: flatten: expected True or False, got 1", [{"params": [("w", w)], "flatten": 1}]),
         ("rank 1: w: expected a shard of ranges", [("w", uneven)]),
         ("w: expected a mesh whose ranks ascend", [("w", turned)]),
         ("w: expected a parameter of the model on a mesh of Megatron-FSDP", [("w", copied)]),
         ("w: expected elements, got shape (6, 0)", [("w", empty)]),
         ("b: expected each parameter and each name once", [("a", w), ("b", w)]),
         ("w: expected each parameter and each name once", [("w", w), ("w", second)]),
+    ]
+
+
+def _wrong_plain_tensors(w: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Return plain tensors and groups that Muon cannot take: never a silent WORLD."""
+    data, tensor = {"process_group": dist.group.WORLD}, {"tensor_group": dist.group.WORLD}
+    plain = ("w", _param(4, 4))
+    block = ("w", _param(4, 4, partition_dim=0))
+    strided = ("w", _param(4, 4, partition_dim=0, partition_stride=2))
+    kernel = _param(4, 3, 2, 2)
+    kernel.data = kernel.data.to(memory_format=torch.channels_last)
+    grid = "process_group, tensor_group: expected ranks in a grid"
+    return [
+        ("w: expected tensor_group with a partition_dim of 0", [block], data),
+        ("v: expected plain tensors with process_group or tensor", [plain, ("v", w)], data),
+        # This rank's row is the job, and its column too: no grid.
+        (grid, [plain], {**data, **tensor}),
+        (f"rank 0: {grid}", [plain], data if dist.get_rank() == 0 else {}),
+        (
+            "expected none with a partition_stride",
+            [{"params": [strided], "split_sizes": 2}],
+            tensor,
+        ),
+        ("expected a contiguous tensor", [{"params": [("w", kernel)], "flatten": True}], data),
     ]
 
 
@@ -106,18 +235,12 @@ def _unlike_ranks(w: Any, second: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _wrong_settings() -> list[tuple[str, dict[str, Any]]]:
-    """Return settings that Muon refuses, or that are not the same on both ranks."""
+def _unlike_settings() -> list[tuple[str, dict[str, Any]]]:
+    """Return settings that are not the same on both ranks, or do not fit the parameters."""
     rank = dist.get_rank()
-    bf16 = ExchangeSettings(comm_dtype="bf16")
     # With a limit a rank joins collectives more.
     limited = ExchangeSettings(staging_bytes=10**9 if rank else None)
     return [
-        ("weight_decay_method: expected one of", {"weight_decay_method": "none"}),
-        ("fp32_matmul_prec: expected one of", {"fp32_matmul_prec": "bf16"}),
-        ("scale_mode: expected one of", {"scale_mode": "rms"}),
-        ("use_syrk: expected False, got True", {"use_syrk": True}),
-        ("exchange.comm_dtype: expected fp32", {"fp32_matmul_prec": "high", "exchange": bf16}),
         ("staging memory: expected", {"exchange": ExchangeSettings(staging_bytes=8)}),
         ("rank 0: num_ns_steps: expected at least 1", {"num_ns_steps": 5 * rank}),
         ("coefficient_type: expected", {"coefficient_type": "simple" if rank else "sample"}),
@@ -127,13 +250,13 @@ def _wrong_settings() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _refuse_to_build() -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+def _refuse_to_build(mesh: DeviceMesh) -> None:
     w, second = (shard((6, 4), seed, mesh).param for seed in (0, 1))
     for said, params in (*_wrong_parameters(mesh, w, second), *_unlike_ranks(w, second)):
         _assert_refused(said, partial(Muon, params))
-    for said, options in _wrong_settings():
+    for said, params, groups in _wrong_plain_tensors(w):
+        _assert_refused(said, partial(Muon, params, **groups))
+    for said, options in _unlike_settings():
         _assert_refused(said, partial(Muon, [("w", w)], **options))
     own = "expected emerging-optimizers' own, got"
     _assert_refused(f"Hooked.post_weight_update_fn_inplace: {own}", partial(Hooked, [w]))
@@ -145,49 +268,14 @@ def _refuse_to_build() -> None:
         _assert_refused("expected a shard of ranges", partial(Muon, [w]))
 
 
-def _refuse_to_step() -> None:
-    """Step with gradients that are wrong; nothing changes."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    sharded = [shard((5, 4), 0, mesh), shard((1, 4), 1, mesh)]
-    params = [each.param for each in sharded]
-    muon = Muon([(f"w{i}", param) for i, param in enumerate(params)], weight_decay=0.1)
-
-    def reset() -> list[Any]:
-        """Set gradients, and return the local state."""
-        for i, each in enumerate(sharded):
-            each.draw_grad(10 + i)
-        return local_state()
-
-    def local_state() -> list[Any]:
-        momentum = [muon.state[param]["momentum_buffer"] for param in params]
-        return [each.to_local().detach().clone() for each in (*params, *momentum)]
-
-    def nan() -> None:
-        if rank == 1:
-            params[0].grad._local_tensor[0, 0] = float("nan")
-
-    def missing_on_one() -> None:
-        if rank == 0:
-            params[0].grad = None
-
-    def other_placement() -> None:
-        params[0].grad = shard((5, 4), 0, mesh, dim=1).param.detach()
-
-    for spoil, said in (
-        (nan, "rank 1: w0: expected a finite gradient, got NaN or Inf"),
-        (missing_on_one, "rank 1: w0: expected a gradient on all ranks that hold the parameter"),
-        (other_placement, "w0: expected a gradient like the parameter, torch.float32 (3, 4)"),
-    ):
-        before = reset()
-        spoil()
-        _assert_refused(said, muon.step)
-        assert all(map(torch.equal, before, local_state())), said
-    reset()
+def _refuse_calls(mesh: DeviceMesh) -> None:
+    """Scale gradients, add parameters, or copy an optimizer."""
+    sharded = shard((5, 4), 0, mesh)
+    muon = Muon([("w", sharded.param)])
+    sharded.draw_grad(10)
     for is_unscaled in (False, True):
         scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(sum(param.to_local().sum() for param in params))
+        scaler.scale(sharded.param.to_local().sum())
         if is_unscaled:
             scaler.unscale_(muon)
         _assert_refused("step: expected gradients that are not scaled", partial(scaler.step, muon))
@@ -196,15 +284,16 @@ def _refuse_to_step() -> None:
     _assert_refused("add_param_group: expected all parameters", late)
     for call in (copy.deepcopy, pickle.dumps):
         _assert_refused("Muon: expected no copy", partial(call, muon))
-    # An empty shard may have no gradient; the others step.
-    before = reset()
-    if rank == 1:
-        params[1].grad = None
-    muon.step()
-    assert not torch.equal(before[0], local_state()[0])
 
 
-@pytest.mark.parametrize("refuse", [_refuse_to_build, _refuse_to_step])
-def test_what_cannot_work_is_refused_on_all_ranks(refuse):
-    """Nobody hangs; where a step is refused, parameters and momentum keep their bits."""
-    run_ranks(2, refuse, timeout_s=120.0).check()
+def _refuse() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    _refuse_to_build(mesh)
+    _refuse_calls(mesh)
+
+
+@pytest.mark.ranks
+def test_what_cannot_work_is_refused_on_all_ranks():
+    """Nobody hangs. test_step_faults.py has gradients that cannot be stepped with."""
+    run_ranks(2, _refuse, timeout_s=120.0).check()

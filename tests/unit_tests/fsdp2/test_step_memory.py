@@ -3,15 +3,15 @@
 """All memory of a step is taken before ranks agree to step: on CPU, and on fake CUDA tensors."""
 
 import resource
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.device import init_group
-from helpers.fake_cuda import Allocation, fake_cuda
+from helpers.fake_cuda import fake_cuda
 from helpers.ranks import run_ranks
 from torch.autograd import (
     ProfilerConfig,
@@ -19,8 +19,9 @@ from torch.autograd import (
     _disable_profiler_legacy,
     _enable_profiler_legacy,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, muon
 from megatron_muon.runtime import norms
@@ -37,25 +38,19 @@ class Tensors(NamedTuple):
     others: Sequence[tuple[int, int]]
     exchange: ExchangeSettings
 
-    def matrices(self, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-        """Make the matrices."""
-        return [self._parameter(shape, dtype) for shape in self.shapes]
-
-    def _parameter(self, shape: Sequence[int], dtype: torch.dtype) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.randn(*shape, device=self.device, dtype=dtype))
+    def make(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32) -> Any:
+        """Make parameters."""
+        return [torch.nn.Parameter(torch.randn(s, device=self.device, dtype=dtype)) for s in shapes]
 
     def muon(self, dtype: torch.dtype = torch.float32, **options: Any) -> Muon:
         """Build Muon of the matrices."""
-        return Muon(self.matrices(dtype), nesterov=True, exchange=self.exchange, **options)
+        params = self.make(self.shapes, dtype)
+        return Muon(params, nesterov=True, exchange=self.exchange, **options)
 
     def muon_and(self, algorithm: str, **options: Any) -> MuonAdamW:
         """Build an optimizer of the matrices, and of the others with another algorithm."""
-        others = [self._parameter(shape, torch.float32) for shape in self.others]
-        groups = [
-            {"params": self.matrices()},
-            {"params": others, "algorithm": algorithm, **options},
-        ]
-        return MuonAdamW(groups, exchange=self.exchange)
+        others = {"params": self.make(self.others), "algorithm": algorithm, **options}
+        return MuonAdamW([{"params": self.make(self.shapes)}, others], exchange=self.exchange)
 
 
 # Wide: Newton-Schulz is short, and its memory is little beside the momentum of all matrices.
@@ -74,7 +69,6 @@ def _with_figures(tensors: Tensors) -> Muon:
 
 
 OPTIMIZERS: dict[str, Callable[[Tensors], torch.optim.Optimizer]] = {
-    "float32": Tensors.muon,
     "momentum in bfloat16": lambda tensors: tensors.muon(momentum_dtype=torch.bfloat16),
     "momentum in CPU memory": lambda tensors: tensors.muon(offload_momentum=True),
     "weights in bfloat16": lambda tensors: tensors.muon(torch.bfloat16),
@@ -82,7 +76,8 @@ OPTIMIZERS: dict[str, Callable[[Tensors], torch.optim.Optimizer]] = {
     "AdamW one by one": lambda tensors: tensors.muon_and("adamw", foreach=False),
     "Lion": lambda tensors: tensors.muon_and("lion"),
 }
-OF_CPU = {**OPTIMIZERS, "figures": _with_figures}
+OF_CPU = {**OPTIMIZERS, "float32": Tensors.muon, "figures": _with_figures}
+# test_fake_cuda.py has float32.
 OF_GPU = {**OPTIMIZERS, "namo": lambda tensors: tensors.muon(adaptive="namo")}
 # What ranks agree with, and other small tensors: norms of blocks and factors.
 SMALL_BYTES = {"cpu": 300_000, "cuda": 1_000}
@@ -176,39 +171,6 @@ def test_memory_returns_when_ranks_refuse_a_step():
     assert kept < SMALL_BYTES["cpu"]
 
 
-def _second_step(name: str) -> list[Allocation]:
-    """Return the allocations of the second step that ranks have not agreed on."""
-    agree = muon.agree_to_step
-    with fake_cuda() as recorder:
-        num_before = 0
-
-        def agreed(*args: Any) -> Any:
-            nonlocal num_before
-            found = agree(*args)
-            num_before = len(recorder.allocations)
-            return found
-
-        optimizer = OF_GPU[name](ON_GPU)
-        with mock.patch.object(muon, "agree_to_step", agreed):
-            for _ in range(2):
-                _set_grads(optimizer)
-                recorder.clear()
-                optimizer.step()
-        return recorder.not_agreed_on(num_before, SMALL_BYTES["cuda"])
-
-
-class _Calls(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_comparison_of_weights_takes_few_launches_and_no_memory(is_changed):
     """Every bfloat16 parameter took four launches a step, and 7 bytes an element.
@@ -218,17 +180,17 @@ def test_comparison_of_weights_takes_few_launches_and_no_memory(is_changed):
     with fake_cuda() as recorder:
         optimizer = ON_GPU.muon(torch.bfloat16)
         _set_grads(optimizer)
-        recorder.allocations.clear()
+        recorder.clear()
         flags = {torch.bool: is_changed}
-        item = mock.patch.object(torch.Tensor, "item", lambda self: flags.get(self.dtype, 0))
-        with _Calls() as calls, item:
+        with mock.patch.object(torch.Tensor, "item", lambda self: flags.get(self.dtype, 0)):
             optimizer.step()
     num_bytes = [e.num_bytes for e in recorder.allocations if e.file == "step/stored_state.py"]
     # The flag.
     assert num_bytes == [1]
-    assert calls.names["_foreach_sub_"] == calls.names["any"] == 1
-    assert calls.names["where"] == 0
-    assert calls.names["masked_fill_"] == 2 * is_changed * len(ON_GPU.shapes)
+    calls = recorder.operations
+    assert calls["aten::_foreach_sub_"] == calls["aten::any"] == 1
+    assert calls["aten::where"] == 0
+    assert calls["aten::masked_fill_"] == 2 * is_changed * len(ON_GPU.shapes)
 
 
 @pytest.mark.parametrize("name", OF_GPU)
@@ -237,7 +199,22 @@ def test_step_on_a_gpu_allocates_what_ranks_have_agreed_on(name):
 
     A rank without that memory left the others in a collective until NCCL's time-out.
     """
-    assert _second_step(name) == []
+    agree = muon.agree_to_step
+    num_before = 0
+
+    def agreed(*args: Any) -> Any:
+        nonlocal num_before
+        found = agree(*args)
+        num_before = len(recorder.allocations)
+        return found
+
+    with fake_cuda() as recorder, mock.patch.object(muon, "agree_to_step", agreed):
+        optimizer = OF_GPU[name](ON_GPU)
+        for _ in range(2):
+            _set_grads(optimizer)
+            recorder.clear()
+            optimizer.step()
+        assert recorder.not_agreed_on(num_before, SMALL_BYTES["cuda"]) == []
 
 
 def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
@@ -278,22 +255,18 @@ def test_norm_of_a_missing_gradient_is_summed_on_the_gpu():
 
 def _step_without_memory(name: str) -> tuple[str, bool]:
     """Step twice; in the second step rank 1 has little more memory than its results need."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     init_group()
     mesh = init_device_mesh("cpu", (2,))
 
-    def sharded(*shape: int) -> torch.nn.Parameter:
-        drawn = torch.zeros(*shape).normal_()
-        return torch.nn.Parameter(distribute_tensor(drawn, mesh, [Shard(0)]))
+    def sharded(whole: torch.Tensor) -> Any:
+        return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
 
     is_adamw = name == "AdamW"
-    matrices = [sharded(8, 2**17 if not is_adamw else 16) for _ in range(32)]
+    shape = (8, 16 if is_adamw else 2**17)
+    matrices = [torch.nn.Parameter(sharded(torch.zeros(shape))) for _ in range(32)]
     num_bytes = 4 * sum(param.to_local().numel() for param in matrices)
     if is_adamw:
-        embedding = [sharded(2**14, 2**11)]
+        embedding = [torch.nn.Parameter(sharded(torch.zeros(2**14, 2**11)))]
         optimizer: Any = MuonAdamW(
             [{"params": matrices}, {"params": embedding, "algorithm": "adamw", "foreach": True}],
             exchange=EXCHANGE,
@@ -304,7 +277,7 @@ def _step_without_memory(name: str) -> tuple[str, bool]:
         optimizer = Muon(matrices, momentum_dtype=torch.bfloat16, **options)
         params, num_bytes = matrices, num_bytes * 3 // 2
     for param in params:
-        param.grad = distribute_tensor(torch.ones(param.shape), mesh, [Shard(0)])
+        param.grad = sharded(torch.ones(param.shape))
     optimizer.step()
     before = [param.to_local().clone() for param in params]
     limits = resource.getrlimit(resource.RLIMIT_AS)

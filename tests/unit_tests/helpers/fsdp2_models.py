@@ -6,9 +6,19 @@ Parameters are sharded by ``fully_shard`` and ``distribute_tensor``. What a rank
 out of the whole matrix by torch's own list of chunks, which checkpoints are written by.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from helpers.device import device, kind
 
@@ -22,12 +32,14 @@ class Sharded:
         whole: All of it, equal on all ranks that share it.
         keys: Keys of its parameter group.
         arguments: Arguments of its optimizer.
+        has_empty_grads: Whether an empty part gets a gradient.
     """
 
     param: Any
     whole: Any
     keys: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    has_empty_grads: bool = True
 
     def own(self, whole: Any) -> Any:
         """Cut this rank's part out of a tensor that is shaped like the whole one."""
@@ -37,60 +49,33 @@ class Sharded:
             return cut.reshape(self.param._local_tensor.shape)
         return whole.new_empty(self.param._local_tensor.shape)
 
-    def like_param(self, local: Any) -> Any:
-        """Wrap a local tensor as the parameter is."""
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            local,
-            self.param.device_mesh,
-            self.param.placements,
-            run_check=False,
-            shape=self.param.shape,
-            stride=self.param.stride(),
-        )
-
     def set_grad(self, whole: Any) -> None:
-        """Set this rank's part of a whole gradient."""
-        self.param.grad = self.like_param(self.own(whole).clone())
+        """Set this rank's part of a whole gradient, as a tensor like the parameter."""
+        grad = torch.zeros_like(self.param)
+        part = getattr(grad, "_local_tensor", grad)
+        part.copy_(self.own(whole))
+        self.param.grad = grad if part.numel() or self.has_empty_grads else None
 
     def draw_grad(self, seed: int) -> None:
-        """Give the parameter its part of a gradient that is drawn."""
+        """Set this rank's part of a gradient that is drawn."""
         self.set_grad(drawn(self.whole.shape, seed))
 
 
 @dataclass
 class Part(Sharded):
-    """A parameter that torch has no list of chunks of: a part of the whole one.
-
-    Args:
-        index: Of this rank's part in the whole parameter.
-        has_empty_grads: Whether an empty part gets a gradient.
-    """
+    """A parameter that torch has no list of chunks of: the part of the whole one at ``index``."""
 
     index: tuple[slice, ...] = ()
-    has_empty_grads: bool = True
 
     def own(self, whole: Any) -> Any:
         """Cut this rank's part out of a tensor that is shaped like the whole one."""
         return whole[self.index]
 
-    def set_grad(self, whole: Any) -> None:
-        """Set this rank's part of a whole gradient, as a tensor like the parameter."""
-        import torch
-
-        grad = torch.zeros_like(self.param)
-        local = getattr(grad, "_local_tensor", grad)
-        local.copy_(self.own(whole))
-        self.param.grad = grad if local.numel() or self.has_empty_grads else None
-
 
 def draw_grads(parameters: Iterable[Any], seed: int) -> None:
     """Give each parameter, a DTensor or not, its part of a gradient that is drawn."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     for number, param in enumerate(parameters):
-        grad = drawn(param.shape, 1000 * seed + number)
+        grad = drawn(param.shape, 1000 * seed + number).to(param.dtype)
         if isinstance(param, DTensor):
             grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
         param.grad = grad
@@ -101,44 +86,22 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def orthogonal(stack: Any) -> Any:
-    """Return what Newton-Schulz approximates."""
-    import torch
-
-    u, _, v = torch.linalg.svd(stack, full_matrices=False)
-    return u @ v
-
-
 def save_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
     """Save a model with its optimizers by ``torch.distributed.checkpoint``."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     state = get_state_dict(model, optimizers, options=options)
     dcp.save(dict(zip("mo", state, strict=True)), checkpoint_id=folder)
 
 
 def load_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
     """Load what :func:`save_state` has saved."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    weights, state = get_state_dict(model, optimizers, options=options)
-    loaded = {"m": weights, "o": state}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizers,
-        model_state_dict=loaded["m"],
-        optim_state_dict=loaded["o"],
-        options=options,
-    )
+    state = dict(zip("mo", get_state_dict(model, optimizers, options=options), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    loaded = {"model_state_dict": state["m"], "optim_state_dict": state["o"]}
+    set_state_dict(model, optimizers, **loaded, options=options)
 
 
 def drawn(shape: Sequence[int], seed: int) -> Any:
     """Draw a tensor, the same for the same seed."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator).to(device())
 
@@ -156,116 +119,91 @@ def shard(
     """Make a parameter that ``fully_shard`` has sharded.
 
     Args:
-        shape: Of the whole parameter.
-        seed: Of its values.
-        mesh: Over which it is sharded: one axis, or replicas and shards.
+        shape: Shape of the whole parameter.
+        seed: Seed of its values.
+        mesh: One axis, or replicas and shards.
         dim: Dimension that is cut.
-        before: Mesh over which it is a DTensor before; None for none.
-        before_dim: Dimension that this one cuts; None where it replicates.
-        **keys: Of its parameter group.
+        before: Mesh over which it is a DTensor before, if any.
+        before_dim: Dimension that this mesh cuts; None where it replicates.
+        **keys: Keys of its parameter group.
     """
-    import torch
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     whole = drawn(shape, seed)
     value = whole.clone()
     if before is not None:
         placement = Replicate() if before_dim is None else Shard(before_dim)
         value = distribute_tensor(value, before, [placement])
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(value)
+    module = nn.Module()
+    module.weight = nn.Parameter(value)
     fully_shard(module, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
     return Sharded(module.weight, whole, keys)
 
 
-type Case = Callable[[], list[Sharded]]
+type Layout = Callable[[], list[Sharded]]
 
 
 def _mesh(shape: Sequence[int], names: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh(kind(), tuple(shape), mesh_dim_names=tuple(names.split()))
 
 
 def _one_axis(*shapes: Sequence[int], **options: Any) -> list[Sharded]:
-    import torch.distributed as dist
-
     mesh = _mesh([dist.get_world_size()], "shard")
     return [shard(shape, seed, mesh, **options) for seed, shape in enumerate(shapes)]
 
 
-def uneven() -> list[Sharded]:
-    """Rows that do not divide, and shards of one row and of none."""
-    return _one_axis((10, 12), (5, 10), (2, 5), (32, 2), (12, 32))
-
-
-def columns() -> list[Sharded]:
-    """``shard_placement_fn`` that cuts columns."""
-    return _one_axis((9, 24), (36, 12), dim=1)
-
-
-def experts() -> list[Sharded]:
-    """Batches of 8, 6, 2 and 1 matrices, whole ones on each rank; some ranks have none."""
-    return _one_axis((8, 6, 4), (6, 5, 7), (2, 8, 8), (1, 4, 9))
-
-
-def expert_rows() -> list[Sharded]:
-    """A batch whose matrices are cut, all alike."""
-    return _one_axis((3, 12, 5), dim=1)
-
-
-def expert_columns() -> list[Sharded]:
-    """A batch whose columns are cut."""
-    return _one_axis((3, 5, 12), dim=2)
-
-
-def fused() -> list[Sharded]:
-    """Experts one below the other: whole ones, halves, and what divides neither way."""
+def _tensor_parallel_alone() -> list[Sharded]:
+    mesh = _mesh([dist.get_world_size()], "tensor")
+    wholes = [drawn((12, 24), seed) for seed in range(3)]
     return [
+        Sharded(nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement])), whole)
+        for whole, placement in zip(wholes, (Shard(0), Shard(1), Replicate()), strict=True)
+    ]
+
+
+_TRANSPOSED = {"transposed": True}
+_ONE_AXIS: dict[str, Layout] = {
+    # Rows that do not divide, and shards of one row and of none.
+    "uneven": lambda: _one_axis((10, 12), (5, 10), (2, 5), (32, 2), (12, 32)),
+    # ``shard_placement_fn`` that cuts columns.
+    "columns": lambda: _one_axis((9, 24), (36, 12), dim=1),
+    # Batches of 8, 6, 2 and 1 matrices, whole ones on each rank; some ranks have none.
+    "experts": lambda: _one_axis((8, 6, 4), (6, 5, 7), (2, 8, 8), (1, 4, 9)),
+    # Batches whose matrices are cut.
+    "expert_rows": lambda: _one_axis((3, 12, 5), dim=1),
+    "expert_columns": lambda: _one_axis((3, 5, 12), dim=2),
+    # Experts one below the other: whole ones, halves, and what divides neither way.
+    "fused": lambda: [
         *_one_axis((8 * 3, 4), split_sizes=8),
         *_one_axis((2 * 6, 5), split_sizes=2),
         *_one_axis((3 * 5, 6), split_sizes=3),
-    ]
-
-
-def query_key_value() -> list[Sharded]:
-    """Repeating groups, one after the other, and equal blocks; rows that do not end with them."""
-    return [
+    ],
+    # Repeating groups, one after the other, and equal blocks; rows that do not end with them.
+    "query_key_value": lambda: [
         *_one_axis((16, 6), (24, 5), split_sizes=(4, 2, 2)),
         *_one_axis((21, 9), split_sizes=(8, 5, 8)),
         *_one_axis((18, 9), split_sizes=(6,)),
-    ]
-
-
-def transposed() -> list[Sharded]:
-    """Stored as (inputs, outputs), beside one of the same shape that is not."""
-    return [*_one_axis((12, 5), transposed=True), *_one_axis((12, 5), (5, 12))]
-
-
-def fused_experts() -> list[Sharded]:
-    """Gate and up of experts: rows or columns, halves or interleaved, cut in each dimension."""
-    stored = {"transposed": True}
-    return [
+    ],
+    # Stored as (inputs, outputs), beside one of the same shape that is not.
+    "transposed": lambda: [*_one_axis((12, 5), **_TRANSPOSED), *_one_axis((12, 5), (5, 12))],
+    # Gate and up of experts: rows or columns, halves or interleaved, cut in each dimension.
+    "fused_experts": lambda: [
         *_one_axis((6, 8, 5), (3, 14, 5), split_sizes=2),
         *_one_axis((3, 12, 5), split_sizes=(5, 7), dim=1),
         *_one_axis((3, 6, 12), split_sizes=(1, 1), dim=2),
-        *_one_axis((6, 5, 8), (3, 5, 14), split_sizes=2, **stored),
-        *_one_axis((3, 12, 8), split_sizes=(1, 1), dim=1, **stored),
-        *_one_axis((3, 5, 18), split_sizes=(1, 1), dim=2, **stored),
-    ]
-
-
-def fused_columns() -> list[Sharded]:
-    """GPT-2's query, key and value, other columns, and interleaved rows and columns."""
-    stored = {"transposed": True}
-    return [
-        *_one_axis((7, 24), split_sizes=3, **stored),
-        *_one_axis((8, 10), split_sizes=(5, 2, 3), **stored),
-        *_one_axis((8, 18), split_sizes=(4, 7, 7), dim=1, **stored),
-        *_one_axis((6, 12), split_sizes=(1, 1, 1, 1), dim=1, **stored),
+        *_one_axis((6, 5, 8), (3, 5, 14), split_sizes=2, **_TRANSPOSED),
+        *_one_axis((3, 12, 8), split_sizes=(1, 1), dim=1, **_TRANSPOSED),
+        *_one_axis((3, 5, 18), split_sizes=(1, 1), dim=2, **_TRANSPOSED),
+    ],
+    # GPT-2's query, key and value, other columns, and interleaved rows and columns.
+    "fused_columns": lambda: [
+        *_one_axis((7, 24), split_sizes=3, **_TRANSPOSED),
+        *_one_axis((8, 10), split_sizes=(5, 2, 3), **_TRANSPOSED),
+        *_one_axis((8, 18), split_sizes=(4, 7, 7), dim=1, **_TRANSPOSED),
+        *_one_axis((6, 12), split_sizes=(1, 1, 1, 1), dim=1, **_TRANSPOSED),
         *_one_axis((14, 12), split_sizes=(1, 1)),
-    ]
+    ],
+    # DTensors that no ``fully_shard`` has seen.
+    "tensor_parallel_alone": _tensor_parallel_alone,
+}
 
 
 def hybrid() -> list[Sharded]:
@@ -301,21 +239,6 @@ def hybrid_tensor_parallel() -> list[Sharded]:
     ]
 
 
-def tensor_parallel_alone() -> list[Sharded]:
-    """DTensors that no ``fully_shard`` has seen."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = _mesh([dist.get_world_size()], "tensor")
-    found = []
-    for seed, placement in enumerate([Shard(0), Shard(1), Replicate()]):
-        whole = drawn((12, 24), seed)
-        param = torch.nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement]))
-        found.append(Sharded(param, whole))
-    return found
-
-
 def expert_parallel() -> list[Sharded]:
     """Torchtitan's mesh: experts over one axis, then whole ones, or rows, over the other."""
     mesh = _mesh([2, 2], "efsdp ep")
@@ -340,14 +263,12 @@ def expert_slices() -> list[Sharded]:
 
 def several_meshes() -> list[Sharded]:
     """Hybrid, one axis, experts and fused weights in one optimizer."""
-    fused_weights = _one_axis((8 * 3, 4), split_sizes=8)
-    return [*hybrid(), *_one_axis((10, 12), (2, 5)), *expert_parallel()[2:5], *fused_weights]
+    plain, fused = _one_axis((10, 12), (2, 5)), _one_axis((8 * 3, 4), split_sizes=8)
+    return [*hybrid(), *plain, *expert_parallel()[2:5], *fused]
 
 
 def stages() -> list[Sharded]:
     """Pipeline stages: other parameters, another number of kinds, and a stage without any."""
-    import torch.distributed as dist
-
     mesh = _mesh([2, dist.get_world_size() // 2], "stage shard")
     if mesh.get_local_rank("stage") == 1:
         return []
@@ -355,33 +276,19 @@ def stages() -> list[Sharded]:
     return [shard((9, 5), 0, shards), shard((4, 6, 5), 1, shards), shard((7, 5), 2, shards)]
 
 
-def convolutions() -> list[Sharded]:
-    """Kernels as matrices of output channels; one channel is less than ranks."""
-    return _one_axis((8, 3, 2, 2), (5, 4, 3), (6, 2, 2, 2, 2), (1, 6, 1, 2), (9, 7), flatten=True)
-
-
-# Shape of the whole matrix, dimension that is cut (None for none), rows or columns of each block.
+# Shape of the whole matrix, dimension that is cut, and rows or columns of each block.
 _BLOCKS: list[tuple[tuple[int, int], int | None, list[int]]] = [
-    ((12, 8), 0, [6, 6]),
-    ((8, 12), 1, [6, 6]),
-    ((11, 8), 0, [8, 3]),
-    ((8, 9), 1, [1, 8]),
-    ((5, 7), 0, [5, 0]),
-    ((6, 10), None, []),
-]
+    ((12, 8), 0, [6, 6]), ((8, 12), 1, [6, 6]), ((11, 8), 0, [8, 3]), ((8, 9), 1, [1, 8]),
+    ((5, 7), 0, [5, 0]), ((6, 10), None, []),
+]  # fmt: skip
 
 
 def _plain(num_replicas: int, num_blocks: int) -> list[Sharded]:
-    import torch
-    import torch.distributed as dist
-
-    row, block = divmod(dist.get_rank(), num_blocks)
-    rows = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(num_replicas)]
-    tensor_groups = [dist.new_group(ranks) for ranks in rows]
-    data_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
+    mesh = _mesh([num_replicas, num_blocks], "data tensor")
+    block = mesh.get_local_rank("tensor")
     arguments = {
-        "process_group": data_groups[block] if num_replicas > 1 else None,
-        "tensor_group": tensor_groups[row] if num_blocks > 1 else None,
+        "process_group": mesh.get_group("data") if num_replicas > 1 else None,
+        "tensor_group": mesh.get_group("tensor") if num_blocks > 1 else None,
     }
     parameters: list[Sharded] = []
     for seed, (shape, dim, sizes) in enumerate(_BLOCKS):
@@ -389,79 +296,54 @@ def _plain(num_replicas: int, num_blocks: int) -> list[Sharded]:
         if num_blocks > 1 and dim is not None:
             start = sum(sizes[:block])
             index = (slice(None),) * dim + (slice(start, start + sizes[block]),)
-        param = torch.nn.Parameter(whole[index].clone())
+        param = nn.Parameter(whole[index].clone())
         if index:
             param.partition_dim = dim
-        parameters.append(Part(param, whole, {}, arguments, index))
+        parameters.append(Part(param, whole, arguments=arguments, index=index))
     return parameters
 
 
-def plain_replicas() -> list[Sharded]:
-    """Two copies of plain tensors, as DDP has them."""
-    return _plain(2, 1)
-
-
-def plain_blocks() -> list[Sharded]:
-    """Blocks of Transformer Engine: even, uneven and empty."""
-    return _plain(1, 2)
-
-
-def plain_replicas_of_blocks() -> list[Sharded]:
-    """Both, on four ranks."""
-    return _plain(2, 2)
-
-
-# By number of ranks. Four have what needs two axes.
-ONE_AXIS: Sequence[Case] = (
-    uneven,
-    columns,
-    experts,
-    expert_rows,
-    expert_columns,
-    fused,
-    query_key_value,
-    transposed,
-    fused_experts,
-    fused_columns,
-    tensor_parallel_alone,
-)
-CASES: Mapping[int, Sequence[Case]] = {
-    2: (*ONE_AXIS, stages),
-    3: ONE_AXIS,
-    4: (
-        hybrid,
-        tensor_parallel,
-        hybrid_tensor_parallel,
-        expert_parallel,
-        expert_slices,
-        several_meshes,
-        stages,
-    ),
+# Layouts of FSDP2 by number of ranks. Four have what needs two axes.
+FSDP2: dict[int, dict[str, Layout]] = {
+    2: {**_ONE_AXIS, "stages": stages},
+    3: _ONE_AXIS,
+    4: {
+        layout.__name__: layout
+        for layout in (hybrid, tensor_parallel, hybrid_tensor_parallel, expert_parallel,
+                       expert_slices, several_meshes, stages)
+    },
+}  # fmt: skip
+_KERNELS = [(8, 3, 2, 2), (5, 4, 3), (6, 2, 2, 2, 2), (1, 6, 1, 2), (9, 7)]
+# Plain tensors of DDP and Transformer Engine; convolutions, one with fewer channels than ranks.
+OTHERS: dict[int, dict[str, Layout]] = {
+    2: {"plain_replicas": lambda: _plain(2, 1), "plain_blocks": lambda: _plain(1, 2)},
+    3: {"convolutions": lambda: _one_axis(*_KERNELS, flatten=True)},
+    4: {"plain_replicas_of_blocks": lambda: _plain(2, 2)},
 }
 
 
 def mixed_model() -> Any:
     """Return an unsharded model of an embedding, a convolution, layers, a norm and a head."""
-    import torch
-
-    class Model(torch.nn.Module):
-        """Modules that fully_shard takes: it refuses containers, and asks for a forward pass."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(16, 8)
-            self.conv = torch.nn.Conv2d(3, 8, 2)
-            self.up = torch.nn.Linear(8, 12)
-            self.gate = torch.nn.Linear(8, 4, bias=False)
-            self.down = torch.nn.Linear(12, 8, bias=False)
-            self.norm = torch.nn.LayerNorm(8)
-            self.head = torch.nn.Linear(8, 16, bias=False)
-
-        def __getitem__(self, name: str) -> Any:
-            return self.get_submodule(name)
-
-        def forward(self, x: Any) -> Any:
-            return self.head(self.embed(x))
-
     torch.manual_seed(3)
-    return Model().to(device())
+    layers = OrderedDict(
+        embed=nn.Embedding(16, 8),
+        conv=nn.Conv2d(3, 8, 2),
+        up=nn.Linear(8, 12),
+        gate=nn.Linear(8, 4, bias=False),
+        down=nn.Linear(12, 8, bias=False),
+        norm=nn.LayerNorm(8),
+        head=nn.Linear(8, 16, bias=False),
+    )
+    return nn.Sequential(layers).to(device())
+
+
+def small_model(dtype: torch.dtype = torch.float32, *, is_sharded: bool = False) -> Any:
+    """Return a model of two matrices of Muon's, and an embedding and vectors of AdamW's."""
+    torch.manual_seed(0)
+    layers = OrderedDict(
+        embed=nn.Embedding(6, 4), up=nn.Linear(4, 6), norm=nn.LayerNorm(6), down=nn.Linear(6, 4)
+    )
+    model = nn.Sequential(layers).to(device(), dtype)
+    if is_sharded:
+        fully_shard(model, mesh=init_device_mesh(kind(), (dist.get_world_size(),)))
+    return model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
 from helpers.device import init_group
-from helpers.fsdp2_models import uneven
+from helpers.fsdp2_models import FSDP2
 from helpers.later_releases import pretend_emerging_optimizers_0_5
 from helpers.ranks import run_ranks
 from torch.distributed.tensor import placement_types
@@ -149,14 +149,14 @@ def _step_later_release() -> tuple[list[bool], str, int]:
     init_group()
     settings: Any = {"lr": 0.02, "coefficient_type": "cubic5", "fp32_matmul_prec": "highest"}
     exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
-    sharded = uneven()
+    sharded = FSDP2[2]["uneven"]()
     params = [each.param for each in sharded]
     wholes = [torch.nn.Parameter(each.whole.clone()) for each in sharded]
     ours = Muon(params, exchange=exchange, **settings)
     theirs = WholeMatrixMuon(wholes, **settings)
     for each, whole in zip(sharded, wholes, strict=True):
         whole.grad = whole.detach().square()
-        each.param.grad = each.like_param(each.own(whole.grad).clone())
+        each.set_grad(whole.grad)
     ours.step()
     theirs.step()
     equal = [

@@ -1,0 +1,150 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that go on from a checkpoint with other ranks: one optimizer, two, and adaptive Muon."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.device import device, init_group
+from helpers.fsdp2_models import draw_grads, drawn, load_state, local, mixed_model, save_state
+from helpers.ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, parameter_groups
+
+pytestmark = pytest.mark.ranks
+
+METHODS = ("normuon", "namo", "adamuon")
+# How states are saved, and how they are loaded.
+WAYS = [
+    ("one", "one"),
+    ("two", "one"),
+    ("two", "two"),
+    ("torch", "unnamed"),
+    *((method, method) for method in METHODS),
+]
+
+
+def _sharded(model: torch.nn.Module, shape: list[int]) -> Any:
+    names = ("replicate", "shard")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh(device().type, tuple(shape), mesh_dim_names=names))
+    return model
+
+
+def _adaptive(method: str, shape: list[int]) -> tuple[Any, list[Any]]:
+    """Return a model of query, key and value, a tall matrix, experts and a bias."""
+    model = torch.nn.Module()
+    shapes = {"qkv": (16, 6), "tall": (9, 4), "experts": (4, 3, 5), "bias": (7,)}
+    for i, (name, of_param) in enumerate(shapes.items()):
+        model.register_parameter(name, torch.nn.Parameter(drawn(of_param, i)))
+    params = dict(_sharded(model, shape).named_parameters())
+    groups = [
+        {"params": [("qkv", params["qkv"])], "split_sizes": (4, 2, 2)},
+        {"params": [(name, params[name]) for name in ("tall", "experts")]},
+        {"params": [("bias", params["bias"])], "algorithm": "adamw"},
+    ]
+    exchange = ExchangeSettings(comm_dtype="fp32")
+    return model, [MuonAdamW(groups, lr=0.05, adaptive=method, exchange=exchange)]
+
+
+def _build(kind: str, shape: list[int]) -> tuple[Any, list[Any]]:
+    """Return a model, and one optimizer, Muon and AdamW, or Muon without names, torch's or ours."""
+    if kind in METHODS:
+        return _adaptive(kind, shape)
+    model = _sharded(mixed_model(), shape)
+    if kind == "one":
+        return model, [MuonAdamW.from_model(model, lr=0.1)]
+    by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
+    for group in parameter_groups(model):
+        by_algorithm[group.pop("algorithm")].append(group)
+    adamw = torch.optim.AdamW(by_algorithm["adamw"], lr=0.1)
+    if kind == "two":
+        options: dict[str, Any] = {"nesterov": True, "scale_mode": "match_adamw"}
+        return model, [Muon(by_algorithm["muon"], lr=0.1, **options), adamw]
+    matrices = [param for group in by_algorithm["muon"] for param in group["params"]]
+    # Torch's steps round otherwise: matrices stay, and momentum goes on.
+    return model, [{"torch": torch.optim.Muon, "unnamed": Muon}[kind](matrices, lr=0.0), adamw]
+
+
+def _step(model: Any, optimizers: list[Any], seed: int) -> None:
+    draw_grads(model.parameters(), seed)
+    for each in optimizers:
+        each.step()
+
+
+def _step_without_gradient(model: Any, optimizer: Any) -> None:
+    """Step where one matrix has no gradient; its second moments stay.
+
+    Its momentum is exchanged all the same, and the owner would average its result.
+    """
+
+    def moments(number: int) -> Any:
+        """Return those of the qkv, or of the tall matrix, as they are saved."""
+        value = optimizer.state_dict()["state"][number]["moment2_buffer"]
+        return getattr(value, "full_tensor", lambda: value)()
+
+    before = moments(1).clone()
+    draw_grads(model.parameters(), 9)
+    model.tall.grad = None
+    optimizer.step()
+    assert torch.equal(before, moments(1)) and moments(0).all()
+
+
+def _forms(kind: str) -> tuple[bool, ...]:
+    """Return whether states are flat: both, where the optimizer is no adaptive one."""
+    return (False,) if kind in METHODS else (False, True)
+
+
+def _save(folder: str) -> None:
+    """Save after two and three steps."""
+    init_group()
+    for kind in dict(WAYS):
+        model, optimizers = _build(kind, [torch.distributed.get_world_size()])
+        for step in range(3):
+            _step(model, optimizers, step)
+            for is_flat in _forms(kind) if step else ():
+                options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+                save_state(f"{folder}/{kind}_{is_flat}_{step}", model, optimizers, options)
+        if kind in METHODS:
+            _step_without_gradient(model, *optimizers)
+
+
+def _load(folder: str, shape: list[int]) -> None:
+    """Load on other ranks, go on, and compare with the run that did."""
+    init_group()
+    for saved, kind, is_flat in ((*way, form) for way in WAYS for form in _forms(way[0])):
+        runs = []
+        for step in (1, 2):
+            model, optimizers = _build(kind, shape)
+            for param in model.parameters():
+                torch.nn.init.constant_(param, 7.0)
+            if kind in METHODS:
+                # Its state exists, with other values.
+                _step(model, optimizers, 8)
+            options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+            load_state(f"{folder}/{saved}_{is_flat}_{step}", model, optimizers, options)
+            if kind in METHODS:
+                # In other memory, as torch.load has it.
+                optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+            if step == 1:
+                _step(model, optimizers, 2)
+            states = [each.state_dict()["state"].values() for each in optimizers]
+            tensors = [value for of_one in states for state in of_one for value in state.values()]
+            runs.append([local(each) for each in (*model.parameters(), *tensors)])
+        assert len(runs[0]) == len(runs[1]) >= 13
+        assert all(map(torch.equal, *runs)), (saved, kind, is_flat)
+
+
+def test_state_loads_on_other_ranks(tmp_path):
+    """A separate Muon, torch's too, and AdamW go on in one optimizer or two.
+
+    Owners of second moments change with the number of ranks; those of normuon are on their owners
+    alone while a run goes on. adamuon once went on with the tensors of before the load.
+    """
+    run_ranks(2, _save, str(tmp_path)).check()
+    run_ranks(3, _load, str(tmp_path), [3]).check()
+    run_ranks(4, _load, str(tmp_path), [2, 2]).check()
