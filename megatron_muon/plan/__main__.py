@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report the plan of a job: ``python -m megatron_muon.plan --preset llama3-8b --dp 64``.
 
+``--hf config.json`` plans any model of transformers whose architecture is known.
+
 Needs no GPU, no process group and no torch.
 """
 
@@ -10,6 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 from megatron_muon.newton_schulz import CHOICES, BackendChoice
@@ -17,9 +20,11 @@ from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
+from megatron_muon.report.hf_config import read_config
 from megatron_muon.report.model_shape import PRESETS, ModelShape
 from megatron_muon.report.rank_report import Report, build_report, table
-from megatron_muon.report.simulation import Parallelism, Sharding, simulate
+from megatron_muon.report.simulation import Parallelism, Sharding, simulate, simulate_fsdp2
+from megatron_muon.report.summary import Machine, summary
 from megatron_muon.user_errors import in_flags
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
@@ -33,8 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     # The defaults of a live run: a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
-    source = parser.add_argument_group("model: a preset, or Megatron's flags")
-    source.add_argument("--preset", choices=PRESETS)
+    source = parser.add_argument_group("model: a preset, a config.json, or Megatron's flags")
+    named = source.add_mutually_exclusive_group()
+    named.add_argument("--preset", choices=PRESETS)
+    named.add_argument("--hf", type=Path, metavar="CONFIG", help="config.json of transformers")
     # Named as in Megatron-LM, so that the flags of a training script can be copied here.
     for field in dataclasses.fields(ModelShape):
         flag = "--" + field.name.replace("_", "-")
@@ -45,6 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     for flag in ("no-split-qkv", "split-glu", "split-mla", "split-qkv-per-head"):
         source.add_argument(f"--muon-{flag}", action="store_true")
     job = parser.add_argument_group("job")
+    job.add_argument(
+        "--fsdp2", action="store_true", help="fully_shard and MuonAdamW.from_model, not Megatron"
+    )
+    job.add_argument("--tokens", type=float, default=4e6, help="tokens of an iteration")
+    job.add_argument("--gpu-gb", type=float, default=80, help="memory of a GPU")
+    job.add_argument(
+        "--model-tflops", type=float, default=400, help="forward and backward passes, a GPU"
+    )
     for name, default, text in (
         ("dp", 8, "data-parallel ranks"),
         ("tp", 1, "tensor-parallel ranks"),
@@ -79,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
     )
     plan.add_argument("--max-owners", type=int, default=defaults.max_owners)
-    output = parser.add_argument_group("output: a table, unless")
+    output = parser.add_argument_group("output: a summary, unless")
+    output.add_argument("--ranks", action="store_true", help="add figures by rank")
     output.add_argument("--json", action="store_true", help="print JSON instead")
     return parser
 
@@ -98,20 +114,24 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
     return settings.plan_settings(cost, is_bf16=options.comm_dtype == "bf16")
 
 
-def _report(options: argparse.Namespace) -> Report:
+def _model(options: argparse.Namespace) -> ModelShape:
     # Explicit flags replace the fields of a preset.
     fields = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(ModelShape)
         if getattr(options, field.name) is not None
     }
+    if options.hf is not None:
+        return dataclasses.replace(read_config(options.hf), **fields)
     if options.preset is not None:
-        model = dataclasses.replace(PRESETS[options.preset], **fields)
-    else:
-        # ModelShape names a missing flag.
-        model = ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
+        return dataclasses.replace(PRESETS[options.preset], **fields)
+    # ModelShape names a missing flag.
+    return ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
+
+
+def _parallelism(options: argparse.Namespace) -> Parallelism:
     # Any mode but blockwise needs the whole matrix over tensor-parallel ranks.
-    parallel = Parallelism(
+    return Parallelism(
         dp=options.dp,
         tp=options.tp,
         ep=options.ep,
@@ -122,13 +142,20 @@ def _report(options: argparse.Namespace) -> Report:
         shards_outer=options.hfsdp,
         joins_tensor_ranks=options.muon_tp_mode != "blockwise",
     )
+
+
+def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelism) -> Report:
     splits = Splits(
         qkv=not options.muon_no_split_qkv,
         glu=options.muon_split_glu,
         mla=options.muon_split_mla,
         per_head=options.muon_split_qkv_per_head,
     )
-    plans = simulate(model, parallel, _settings(options), splits=splits)
+    settings = _settings(options)
+    if options.fsdp2:
+        plans = simulate_fsdp2(model, parallel, settings)
+    else:
+        plans = simulate(model, parallel, settings, splits=splits)
     report = build_report(range(parallel.stage_size), plans)
     fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
     its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
@@ -143,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        report = _report(options)
+        model, parallel = _model(options), _parallelism(options)
+        report = _report(options, model, parallel)
     except ValueError as error:
         parser.error(in_flags(str(error)))
     if options.json:
@@ -151,7 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         json.dump(figures, sys.stdout)
         sys.stdout.write("\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in table(report))
+        name = options.preset or (options.hf.stem if options.hf else "model")
+        machine = Machine(options.gpu_gb, options.model_tflops, options.tokens)
+        lines = [*summary(name, model, parallel, report, machine, is_fsdp2=options.fsdp2)]
+        lines += table(report) if options.ranks else []
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
 
 

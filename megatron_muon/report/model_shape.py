@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of a transformer, by layer, and published shapes."""
+"""The parameters of a transformer, by layer, and published shapes."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Parameter(NamedTuple):
     """A parameter of a layer, whole over tensor parallelism.
 
     Args:
-        name: Within the layer, as Megatron-LM names it.
-        shape: One or two dimensions.
+        name: Within the layer, as Megatron-LM or transformers names it.
+        shape: One or two dimensions; three for a batch of experts.
         partition_dim: Dimension that tensor parallelism shards; None for copies on all ranks.
         split: Rows of one group by block, such as query, key and value; None for one block.
         head_rows: Rows of a head, if every head is a block on one tensor-parallel rank; 0 where
@@ -46,8 +46,8 @@ class Parameter(NamedTuple):
 class ModelShape:
     """A decoder of Megatron-LM; fields are named like its flags. SwiGLU, no biases.
 
-    Embeddings and the output layer are not here: Muon does not step them, and they are not part of
-    a layer's buffers.
+    The parameters of a layer are listed without embeddings and output layer: Muon does not step
+    them, and they are not part of a layer's buffers.
 
     Args:
         num_layers: Layers.
@@ -66,6 +66,9 @@ class ModelShape:
         qk_pos_emb_head_dim: Width of the rotary part.
         v_head_dim: Width of a head's value.
         qk_layernorm: Whether queries and keys are normalized by head.
+        moe_router_topk: Experts per token.
+        vocab_size: Rows of the embedding and of the output layer.
+        untie_embeddings_and_output_weights: Whether both have weights of their own.
 
     Raises:
         ValueError: Sizes that do not divide, or are missing.
@@ -87,6 +90,9 @@ class ModelShape:
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
     qk_layernorm: bool = False
+    moe_router_topk: int = 2
+    vocab_size: int = 0
+    untie_embeddings_and_output_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check that sizes are there and divide."""
@@ -111,6 +117,16 @@ class ModelShape:
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
+
+    @property
+    def head_elements(self) -> int:
+        """Elements of the output layer."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def embedding_elements(self) -> int:
+        """Elements of embedding and output layer, which may share them."""
+        return self.head_elements * (2 if self.untie_embeddings_and_output_weights else 1)
 
     def dense_parameters(self, layer: int, splits: Splits) -> list[Parameter]:
         """List the parameters of a layer but for its experts, in Megatron-LM's order."""
@@ -142,6 +158,39 @@ class ModelShape:
             for linear in (fc1, fc2)
             for expert in range(num_local_experts)
         ]
+
+    def parameters_in_transformers(self, layer: int) -> list[Parameter]:
+        """List the matrices of a layer as transformers stores them, nothing fused but experts."""
+        hidden = self.hidden_size
+        channels = self.kv_channels or hidden // self.num_attention_heads
+        query, key_value = (
+            heads * channels for heads in (self.num_attention_heads, self.num_query_groups)
+        )
+        shapes = {"q_proj": (query, hidden), "k_proj": (key_value, hidden)}
+        shapes |= {"v_proj": (key_value, hidden), "o_proj": (hidden, query)}
+        if self.q_lora_rank:
+            names = ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+            latent = [each for each in self._latent_attention(Splits()) if len(each.shape) == 2]
+            shapes = {
+                name: (each.shape[0], each.shape[1])
+                for name, each in zip(names, latent, strict=True)
+            }
+        width = self.moe_shared_expert_intermediate_size
+        if not self.is_moe(layer):
+            width = self.ffn_hidden_size
+        if width:
+            shapes |= {"gate_proj": (width, hidden), "up_proj": (width, hidden)}
+            shapes["down_proj"] = (hidden, width)
+        parameters = [Parameter(name, shape) for name, shape in shapes.items()]
+        if self.is_moe(layer):
+            width = self.moe_ffn_hidden_size
+            for name, shape in (
+                ("gate", (width, hidden)),
+                ("up", (width, hidden)),
+                ("down", (hidden, width)),
+            ):
+                parameters.append(Parameter(f"experts.{name}_proj", (self.num_experts, *shape)))
+        return parameters
 
     def _feed_forward(self, name: str, width: int, splits: Splits) -> list[Parameter]:
         # SwiGLU fuses gate and up.
@@ -215,19 +264,26 @@ class ModelShape:
 # Published configurations: config.json of meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-30B-A3B,
 # Qwen/Qwen3-235B-A22B and deepseek-ai/DeepSeek-V3 on the Hugging Face hub.
 PRESETS = {
-    "llama3-8b": ModelShape(32, 4096, 14336, 32, 8),
-    "llama3-70b": ModelShape(80, 8192, 28672, 64, 8),
+    "llama3-8b": ModelShape(
+        32, 4096, 14336, 32, 8, vocab_size=128256, untie_embeddings_and_output_weights=True
+    ),
+    "llama3-70b": ModelShape(
+        80, 8192, 28672, 64, 8, vocab_size=128256, untie_embeddings_and_output_weights=True
+    ),
     "qwen3-30b-a3b": ModelShape(
         48, 2048, 6144, 32, 4, kv_channels=128, num_experts=128, moe_ffn_hidden_size=768,
-        qk_layernorm=True,
+        qk_layernorm=True, moe_router_topk=8, vocab_size=151936,
+        untie_embeddings_and_output_weights=True,
     ),
     "qwen3-235b-a22b": ModelShape(
         94, 4096, 12288, 64, 4, kv_channels=128, num_experts=128, moe_ffn_hidden_size=1536,
-        qk_layernorm=True,
+        qk_layernorm=True, moe_router_topk=8, vocab_size=151936,
+        untie_embeddings_and_output_weights=True,
     ),
     "deepseek-v3": ModelShape(
         61, 7168, 18432, 128, 128, num_experts=256, moe_ffn_hidden_size=2048,
         moe_shared_expert_intermediate_size=2048, num_dense_layers=3, q_lora_rank=1536,
         kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
+        moe_router_topk=8, vocab_size=129280, untie_embeddings_and_output_weights=True,
     ),
 }  # fmt: skip

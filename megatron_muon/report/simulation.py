@@ -132,6 +132,47 @@ def simulate(
     return _plan_all(parallel.stage_size, matrices, settings or PlanSettings())
 
 
+def simulate_fsdp2(
+    model: ModelShape, parallel: Parallelism, settings: PlanSettings | None = None
+) -> list[ExchangePlan]:
+    """Plan a model of transformers that ``fully_shard`` shards over ``dp`` ranks.
+
+    As in a run, ``hsdp`` ranks hold the same rows, and a rank keeps experts that are whole there.
+
+    Raises:
+        ValueError: Parallelism other than ``dp`` and ``hsdp``.
+    """
+    if parallel.stage_size != parallel.dp or max(parallel.ep, parallel.pp) > 1:
+        raise ValueError(
+            f"--fsdp2: expected --dp and --hsdp alone, got tp {parallel.tp}, ep {parallel.ep}, pp "
+            f"{parallel.pp}. Leave out the others."
+        )
+    num_shards = parallel.dp // parallel.hsdp
+    replicas = [tuple(range(shard, parallel.dp, num_shards)) for shard in range(num_shards)]
+    matrices: dict[Replicas, list[MatrixLayout]] = defaultdict(list)
+    for layer in range(model.num_layers):
+        for parameter in model.parameters_in_transformers(layer):
+            *batch, rows, cols = parameter.shape
+            # As torch.chunk: the last shards may be smaller, or empty.
+            size = -(-parameter.shape[0] // num_shards)
+            is_even = parameter.shape[0] % num_shards == 0
+            for number in range(batch[0] if batch else 1):
+                domain, boxes = replicas, dict[int, Box]()
+                for shard, ranks in enumerate(replicas):
+                    first, last = (min(rows, end * size) for end in (shard, shard + 1))
+                    if batch:
+                        first, last = 0, rows if number // size == shard else 0
+                    boxes |= dict.fromkeys(ranks, ((first, last), (0, cols)))
+                if batch and is_even:
+                    domain = [replicas[number // size]]
+                outputs = OutputSlice(RowRange(0, rows))
+                name = f"layers.{layer}.{parameter.name}" + f"[{number}]" * bool(batch)
+                ranks = tuple(sorted(itertools.chain(*domain)))
+                layout = MatrixLayout(name, *tile((rows, cols), outputs, boxes), ranks)
+                matrices[tuple(domain)].append(layout)
+    return _plan_all(parallel.dp, matrices, settings or PlanSettings())
+
+
 def _plan_all(
     world_size: int, matrices: Mapping[Replicas, Sequence[MatrixLayout]], settings: PlanSettings
 ) -> list[ExchangePlan]:
