@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,52 +19,14 @@ from megatron_muon.mcore.unsupported import (
     raise_where_refused,
     unsupported_settings,
 )
-from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.layout import Splits
-from megatron_muon.plan.settings import CommDtype, ExchangeSettings
+from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings
 from megatron_muon.user_errors import SettingsError, in_flags
 
 logger = logging.getLogger(__name__)
 
 # Names under which Megatron builds a Muon without Megatron-FSDP.
 MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
-# Flags of the exchange, --muon-fsdp-<name>, with the defaults of ExchangeSettings.
-EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "comm_dtype": {
-        "choices": get_args(CommDtype),
-        "help": "Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm "
-        "of their matrix; fp32: fp32 rows, for the bits of upstream's Muon with one owner per "
-        "matrix; auto: bf16 with --muon-fp32-matmul-prec medium, otherwise fp32.",
-    },
-    "staging_bytes": {
-        "type": int,
-        "help": "Maximum memory of messages and stacks on a rank while a step runs, bytes. "
-        "Default: 5.5 GB, or the least that works if that is more.",
-    },
-    "max_owners": {
-        "type": int,
-        "help": "Maximum number of ranks per matrix, a power of two. A matrix is split only "
-        "if it alone exceeds the fair share of a rank. 1 turns splitting off: results have the "
-        "same bits on any number of ranks.",
-    },
-    "cost_model": {
-        "help": "Rates of the machine for choosing owners, as name=value,...: tflops, "
-        "half_rate_side, gbps, gbps_between_nodes, ranks_per_node, kernel_us and others of "
-        "megatron_muon.plan.cost.CostModel. Default: the rates of the GPU's compute capability.",
-    },
-    "newton_schulz": {
-        "choices": get_args(BackendChoice),
-        "help": "How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
-        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
-        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
-        "gram_symmetric: the same with quack's kernels. auto: for each shape the cheapest of them "
-        "by the cost model.",
-    },
-    "log_plan": {
-        "action": "store_true",
-        "help": "Log the plan: owners of matrices, and estimated costs.",
-    },
-}
 # Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
 _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--muon-fsdp-offload-momentum": {

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from megatron_muon.newton_schulz import CHOICES, BackendChoice
+from megatron_muon.newton_schulz import CHOICES
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem
 from megatron_muon.plan.layout import Splits
-from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
+from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings, PlanSettings
 from megatron_muon.report.hf_config import read_config
 from megatron_muon.report.model_shape import PRESETS, ModelShape
 from megatron_muon.report.rank_report import Report, build_report, table
@@ -77,23 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         default="blockwise",
     )
     plan = parser.add_argument_group("plan")
+    for name, settings in EXCHANGE_FLAGS.items():
+        flag = "--muon-fsdp-" + name.replace("_", "-")
+        plan.add_argument(flag, default=getattr(defaults, name), **settings)
     plan.add_argument(
-        "--comm-dtype",
-        choices=("bf16", "fp32"),
-        default="bf16",
-        help="2 bytes each way, or 4 as with --muon-fp32-matmul-prec high",
+        "--muon-fp32-matmul-prec",
+        choices=("medium", "high"),
+        default="medium",
+        help="Precision of Newton-Schulz; medium is bf16.",
     )
-    plan.add_argument(
-        "--muon-fsdp-newton-schulz",
-        choices=get_args(BackendChoice),
-        default=defaults.newton_schulz,
-        help="auto: the cheapest by shape, as on a GPU with quack's kernels",
-    )
-    plan.add_argument("--cost-model", default="", help="rates, as --muon-fsdp-cost-model")
-    plan.add_argument(
-        "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
-    )
-    plan.add_argument("--max-owners", type=int, default=defaults.max_owners)
     output = parser.add_argument_group("output: a summary, unless")
     output.add_argument("--ranks", action="store_true", help="add figures by rank")
     output.add_argument("--json", action="store_true", help="print JSON instead")
@@ -102,16 +94,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> PlanSettings:
     """Return the numbers of a live run's plans, checked as there."""
-    rates = CostModel(backends=CHOICES[options.muon_fsdp_newton_schulz])
     settings = ExchangeSettings(
-        comm_dtype=options.comm_dtype,
-        staging_bytes=options.staging_bytes,
-        max_owners=options.max_owners,
-        cost_model=options.cost_model,
-        newton_schulz=options.muon_fsdp_newton_schulz,
+        **{name: getattr(options, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
     )
-    cost = CostModel.parse(options.cost_model, rates)
-    return settings.plan_settings(cost, is_bf16=options.comm_dtype == "bf16")
+    rates = CostModel(backends=CHOICES[settings.newton_schulz])
+    cost = CostModel.parse(settings.cost_model, rates)
+    return settings.plan_settings(cost, is_bf16=options.muon_fp32_matmul_prec == "medium")
 
 
 def _model(options: argparse.Namespace) -> ModelShape:
@@ -159,7 +147,7 @@ def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelis
     report = build_report(range(parallel.stage_size), plans)
     fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
     its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
-    problem = staging_problem(its_plans, fullest.staging_bytes, options.staging_bytes)
+    problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
     if problem is not None:
         raise ValueError(problem)
     return report

@@ -5,8 +5,9 @@
 Errors call a field of a user ``exchange.NAME``; :mod:`megatron_muon.user_errors` knows its flag.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.cost import CostModel
@@ -93,6 +94,45 @@ class PlanSettings:
         Earlier plans need ``staged_bytes``; ``num_plans`` are still to be made, this one included.
         """
         return max(0, self.staging_bytes - staged_bytes) // num_plans
+
+
+# Flags of the exchange, --muon-fsdp-<name>, with the defaults of ExchangeSettings.
+EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "comm_dtype": {
+        "choices": get_args(CommDtype),
+        "help": "Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm "
+        "of their matrix; fp32: fp32 rows, for the bits of upstream's Muon with one owner per "
+        "matrix; auto: bf16 with --muon-fp32-matmul-prec medium, otherwise fp32.",
+    },
+    "staging_bytes": {
+        "type": int,
+        "help": "Maximum memory of messages and stacks on a rank while a step runs, bytes. "
+        "Default: 5.5 GB, or the least that works if that is more.",
+    },
+    "max_owners": {
+        "type": int,
+        "help": "Maximum number of ranks per matrix, a power of two. A matrix is split only "
+        "if it alone exceeds the fair share of a rank. 1 turns splitting off: results have the "
+        "same bits on any number of ranks.",
+    },
+    "cost_model": {
+        "help": "Rates of the machine for choosing owners, as name=value,...: tflops, "
+        "half_rate_side, gbps, gbps_between_nodes, ranks_per_node, kernel_us and others of "
+        "megatron_muon.plan.cost.CostModel. Default: the rates of the GPU's compute capability.",
+    },
+    "newton_schulz": {
+        "choices": get_args(BackendChoice),
+        "help": "How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
+        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
+        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
+        "gram_symmetric: the same with quack's kernels. auto: for each shape the cheapest of them "
+        "by the cost model.",
+    },
+    "log_plan": {
+        "action": "store_true",
+        "help": "Log the plan: owners of matrices, and estimated costs.",
+    },
+}
 
 
 @dataclass(frozen=True)

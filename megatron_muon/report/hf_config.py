@@ -22,7 +22,7 @@ _EXPERTS = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 # Experts as wide as intermediate_size.
 _ONE_WIDTH = ("gpt_oss", "mixtral", "olmoe")
-# Defaults of classes that differ from hidden_size / num_attention_heads, or are left out by configs.
+# Defaults of classes that published files leave out.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},

@@ -3,7 +3,7 @@
 """Memory and time of Muon beside AdamW's, for a job that does not run, in a few lines."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron_muon.plan.layout import Splits
@@ -33,7 +33,7 @@ class Elements(NamedTuple):
 
     Args:
         muon: Matrices of Muon.
-        adamw: Embeddings, output layer and vectors.
+        adamw: Embeddings, output layer and vectors; under FSDP2 routers too.
     """
 
     muon: int
@@ -56,15 +56,32 @@ class Memory(NamedTuple):
     step: int
 
 
-def count_elements(parameters: list[Parameter], tensor_ranks: int = 1) -> Elements:
+def count_elements(
+    parameters: Iterable[Parameter], tensor_ranks: int = 1, *, is_fsdp2: bool = False
+) -> Elements:
     """Count the elements of parameters that one tensor-parallel rank has."""
     counts = [0, 0]
     for each in parameters:
         size = math.prod(each.shape)
         if each.partition_dim is not None:
             size //= tensor_ranks
-        counts[len(each.shape) == 1] += size
+        is_router = each.name.endswith("router.weight")
+        counts[len(each.shape) == 1 or (is_fsdp2 and is_router)] += size
     return Elements(*counts)
+
+
+def count_layers(
+    model: ModelShape, parallel: Parallelism, *, is_fsdp2: bool
+) -> tuple[Elements, Elements]:
+    """Count dense parameters and experts of a tensor-parallel rank of the first stage."""
+    splits, layers = Splits(), range(-(-model.num_layers // parallel.pp))
+    num_experts = model.num_experts // parallel.ep
+    dense = [p for layer in layers for p in model.dense_parameters(layer, splits)]
+    experts = [p for layer in layers for p in model.expert_parameters(layer, num_experts, splits)]
+    return (
+        count_elements(dense, parallel.tp, is_fsdp2=is_fsdp2),
+        count_elements(experts, parallel.expert_tp),
+    )
 
 
 def active_elements(model: ModelShape) -> int:
@@ -84,15 +101,10 @@ def memory_of_a_rank(
     Megatron-FSDP keeps weights in bfloat16, and in float32 main weights and gradients; FSDP2 keeps
     weights and gradients in float32.
     """
-    splits, layers = Splits(), range(-(-model.num_layers // parallel.pp))
-    dense = [p for layer in layers for p in model.dense_parameters(layer, splits)]
-    num_local = model.num_experts // parallel.ep
-    experts = [p for layer in layers for p in model.expert_parameters(layer, num_local, splits)]
+    of_dense, of_experts = count_layers(model, parallel, is_fsdp2=is_fsdp2)
     # The last stage has the output layer.
     embedding = model.embedding_elements if parallel.pp == 1 else model.head_elements
-    of_dense = count_elements(dense, parallel.tp)
     of_dense = of_dense._replace(adamw=of_dense.adamw + embedding // parallel.tp)
-    of_experts = count_elements(experts, parallel.expert_tp)
     expert_ranks = parallel.expert_tp * parallel.ep
     parts = [(of_dense, parallel.dp), (of_experts, parallel.stage_size // expert_ranks)]
     total = [0, 0, 0, 0]
@@ -125,15 +137,10 @@ def summary(
     is_fsdp2: bool,
 ) -> Iterator[str]:
     """Yield the lines that answer: does it fit, how long is a step, and what limits it."""
-    splits = Splits()
-    layers = range(model.num_layers)
-    dense = count_elements([p for i in layers for p in model.dense_parameters(i, splits)])
-    experts = count_elements(
-        [p for i in layers for p in model.expert_parameters(i, model.num_experts, splits)]
-    )
+    dense, experts = count_layers(model, Parallelism(1), is_fsdp2=is_fsdp2)
     num_ranks = parallel.stage_size * parallel.pp
     muon = dense.muon + experts.muon
-    total = muon + dense.adamw + model.embedding_elements
+    total = sum(dense) + sum(experts) + model.embedding_elements
     yield (
         f"{name}: {total / 1e9:,.1f} B parameters, {muon / 1e9:,.1f} B of them in matrices of Muon,"
         f" on {num_ranks} GPUs"

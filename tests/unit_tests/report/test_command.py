@@ -83,8 +83,8 @@ sys.exit(code)
 
 
 def test_plan_imports_no_torch():
-    """Without --json the numbers come as a table."""
-    done = run_command(sys.executable, "-c", WITHOUT_TORCH, *SMALL)
+    """With --ranks the numbers of --json come as a table."""
+    done = run_command(sys.executable, "-c", WITHOUT_TORCH, *SMALL, "--ranks")
     assert done.returncode == 0, done.stderr
     assert "4 matrices, 218.1 M elements, on 4 ranks" in done.stdout
 
@@ -94,7 +94,9 @@ def test_limit_that_is_kept_is_not_refused(capsys):
 
     deepseek-v3 on 64 ranks was refused 700 MB, of which it would have used 698.
     """
-    arguments = "--preset qwen3-30b-a3b --num-layers 4 --dp 8 --ep 4 --staging-bytes".split()
+    arguments = (
+        "--preset qwen3-30b-a3b --num-layers 4 --dp 8 --ep 4 --muon-fsdp-staging-bytes".split()
+    )
     with pytest.raises(SystemExit):
         main([*arguments, "1"])
     refusal = capsys.readouterr().err
