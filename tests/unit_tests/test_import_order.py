@@ -36,10 +36,11 @@ LAYERS: dict[str, tuple[str, str]] = {
     "__init__": ("plan mcore", ""),
     "__main__": ("launcher", ""),
 }
+_REPORTS = ("hf_config", "model_shape", "rank_report", "simulation", "summary")
 # A command has the name of what users ask for, and may import anything.
 EXCEPTIONS = {
     ("plan/__main__.py", f"megatron_muon.{name}")
-    for name in ("user_errors", "report.model_shape", "report.rank_report", "report.simulation")
+    for name in ("user_errors", *(f"report.{n}" for n in _REPORTS))
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {
