@@ -146,16 +146,18 @@ def summary(
         f" on {num_ranks} GPUs"
     )
     memory = memory_of_a_rank(model, parallel, report, is_fsdp2=is_fsdp2)
-    sums = memory.model + memory.muon + memory.step, memory.model + memory.adamw
     yield (
-        f"memory, GB a GPU: {memory.model / 1e9:.1f} of weights and gradients, "
-        f"{memory.muon / 1e9:.1f} of states (AdamW {memory.adamw / 1e9:.1f}), "
-        f"{memory.step / 1e9:.1f} while a step runs"
+        f"memory, GB a GPU: weights and gradients {memory.model / 1e9:.1f}, states "
+        f"{memory.muon / 1e9:.1f} (AdamW {memory.adamw / 1e9:.1f}), while a step runs "
+        f"{memory.step / 1e9:.1f}"
     )
-    fits = "leaves" if sums[0] < 1e9 * machine.gpu_gb else "does not fit: lacks"
+    left_gb = machine.gpu_gb - (memory.model + memory.muon + memory.step) / 1e9
+    with_adamw = machine.gpu_gb - (memory.model + memory.adamw) / 1e9
     yield (
-        f"{fits} {abs(machine.gpu_gb - sums[0] / 1e9):.1f} of {machine.gpu_gb:.0f} GB for "
-        f"activations and gathered layers (AdamW {machine.gpu_gb - sums[1] / 1e9:.1f})"
+        f"fits: {left_gb:.1f} of {machine.gpu_gb:.0f} GB are left for activations and gathered "
+        f"layers (AdamW {with_adamw:.1f})"
+        if left_gb > 0
+        else f"does not fit: {-left_gb:.1f} GB more than {machine.gpu_gb:.0f} GB. Use more GPUs"
     )
     busiest = max(report.ranks, key=lambda rank: rank.newton_schulz_ns)
     traffic_ns = max(rank.traffic_ns for rank in report.ranks)

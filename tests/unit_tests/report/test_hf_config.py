@@ -143,8 +143,8 @@ def test_summary_answers_in_six_lines(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "config: 1.5 B parameters, 0.4 B of them in matrices of Muon, on 4 GPUs"
     # Two layers of 218 M elements, and embedding and head of 525 M: 4 x 2 bytes, and 4 or 8 more.
-    assert "memory, GB a GPU: 3.0 of weights and gradients, 2.5 of states (AdamW 3.0)" in lines[1]
-    assert lines[2].startswith("leaves ") and "of 9 GB" in lines[2]
+    assert "memory, GB a GPU: weights and gradients 3.0, states 2.5 (AdamW 3.0)" in lines[1]
+    assert lines[2].startswith("fits: ") and "of 9 GB are left" in lines[2]
     assert len(lines) == 6 and "ExchangeSettings: newton_schulz auto" in lines[5]
 
 
