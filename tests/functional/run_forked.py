@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / name) for name in ("scripts", "scripts/maintainer", "tests/unit_tests")]
+sys.path += [str(ROOT / name) for name in ("scripts", "tests/unit_tests")]
 
 from cases import select_cases  # noqa: E402
 from rules import Verdict  # noqa: E402

@@ -73,6 +73,8 @@ def test_gradient_norm_is_ddps_and_is_not_without_the_repair(
     assert found == pytest.approx(expected, rel=rel)
     one = fsdp_toy_gpt("optim_grads_params", *ADAM, *flags, *fsdp_flags, "--train-iters", "1")
     broken = _norms(world_size, one, missing=patch)
+    # For patches/README.md: -rP shows it.
+    print(f"DDP {expected[0]:.4f}, repaired {found[0]:.4f}, upstream {broken[0]:.4f}")
     assert broken[0] != pytest.approx(expected[0], rel=10 * rel)
 
 
