@@ -19,6 +19,7 @@ Files, each importing only those above it::
     checkpoint_load     finds a checkpoint, and compares it with the run
     checkpoint_save     an interrupted save leaves the checkpoint before it
     checkpoint_repairs  upstream defects of checkpoints
+    metrics_log         writes metrics of steps to TensorBoard and W&B
     chained_optimizer   FSDPMuonChainedOptimizer, and its check of gradients
     factory             build_megatron_fsdp_emerging_optimizer
     gradient_repairs    upstream defects of gradients: scale, norm and fused accumulation

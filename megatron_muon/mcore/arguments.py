@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -32,6 +32,11 @@ _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--muon-fsdp-offload-momentum": {
         "action": "store_true",
         "help": "Keep momentum in pinned CPU memory between steps.",
+    },
+    "--muon-fsdp-log-metrics": {
+        "action": "store_true",
+        "help": "Write norms of gradients and momentum, the RMS of updates and the orthogonality "
+        "error of a matrix to TensorBoard and W&B.",
     },
     "--muon-split-glu": {
         "action": "store_true",
@@ -104,6 +109,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         SettingsError: With all settings that cannot work.
     """
+    is_ours = args.use_megatron_fsdp and args.optimizer in MUON_OPTIMIZERS
+    if getattr(args, "muon_fsdp_log_metrics", False) and not is_ours:
+        raise SettingsError(
+            "--muon-fsdp-log-metrics: expected --use-megatron-fsdp with --optimizer muon or "
+            f"adaptive_muon, got --optimizer {args.optimizer}. Leave the flag out."
+        )
     if args.use_megatron_fsdp and args.optimizer not in ("adam", "sgd"):
         # All problems are reported at once: a queued job should not fail a second time.
         refusals = unsupported_settings(vars(args))
@@ -255,6 +266,40 @@ def requested_momentum() -> dict[str, Any]:
         "momentum_dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[name],
         "offload_momentum": getattr(args, "muon_fsdp_offload_momentum", False),
     }
+
+
+class LoggedRun(NamedTuple):
+    """An iteration of Megatron's trainer, and its writers.
+
+    Args:
+        iteration: Number of the iteration, from 1 on.
+        interval: Iterations between entries of the log.
+        tensorboard: Writer; None on other ranks than the last, and without a folder.
+        wandb: The same for W&B.
+    """
+
+    iteration: int
+    interval: int
+    tensorboard: Any
+    wandb: Any
+
+
+def logs_metrics() -> bool:
+    """Return whether ``--muon-fsdp-log-metrics`` was given."""
+    return bool(getattr(_global_args(), "muon_fsdp_log_metrics", False))
+
+
+def logged_run() -> LoggedRun | None:
+    """Return the iteration that the trainer runs; None outside of it."""
+    args, global_vars = _global_args(), sys.modules.get("megatron.training.global_vars")
+    if not hasattr(args, "curr_iteration"):
+        return None
+    return LoggedRun(
+        args.curr_iteration + 1,
+        args.tensorboard_log_interval,
+        global_vars.get_tensorboard_writer(),  # type: ignore[union-attr]
+        global_vars.get_wandb_writer(),  # type: ignore[union-attr]
+    )
 
 
 def exchange_settings(args: Any) -> ExchangeSettings:

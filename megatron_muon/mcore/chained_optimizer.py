@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore import checkpoint_state
+from megatron_muon.mcore.arguments import logs_metrics
 from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
@@ -25,6 +26,7 @@ from megatron_muon.mcore.fsdp_model import (
     current_device,
     gradients_stay,
 )
+from megatron_muon.mcore.metrics_log import MetricsLog
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
 from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
@@ -94,6 +96,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
         stay = all(map(gradients_stay, self.model_chunks))
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
+        has_log = self.muon_step is not None and logs_metrics()
+        self._log = MetricsLog(self.muon_step) if has_log else None  # type: ignore[arg-type]
         # Named while the model still holds its DTensor parameters.
         self._state_names = checkpoint_state.names_in_checkpoints(self.model_chunks)
         self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
@@ -248,6 +252,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         with _timed(self.config, "params-all-gather"):
             for chunk in self.model_chunks:
                 chunk.start_param_sync()
+        if self._log is not None:
+            self._log.write()
         return True
 
     def _restore_gradients(self) -> None:

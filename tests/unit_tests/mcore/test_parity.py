@@ -259,6 +259,14 @@ def test_adaptive_method_trains_and_says_that_it_scales_once(method):
     assert sum(f"{method}: results are scaled once" in text for text in run.outputs) == 1
 
 
+@pytest.mark.slow
+def test_flags_of_megatrons_example_change_no_bit():
+    """Of examples/megatron_fsdp in Megatron-LM; --use-nccl-ub needs NCCL."""
+    flags = ("--init-model-with-meta-device", "--fsdp-double-buffer")
+    plain, with_flags = (train(2, fsdp_toy_gpt(ZERO[3], *each)).losses for each in ((), flags))
+    assert with_flags == plain
+
+
 def _skip_large_gradients() -> None:
     """Set what no flag of Megatron sets."""
     from megatron.training import training

@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of Muon's steps beside those of Megatron's trainer."""
+
+import pytest
+from helpers.ranks import launch
+from helpers.toy_gpt import ZERO, fsdp_toy_gpt
+from metrics import read_events
+
+pytestmark = pytest.mark.ranks
+
+
+def test_metrics_are_written_at_the_interval_of_the_trainer(tmp_path):
+    """By the last rank, at its iterations; an update has the RMS of AdamW's with this factor."""
+    flags = ("--muon-extra-scale-factor", "0.2", "--tensorboard-dir", str(tmp_path))
+    flags += ("--tensorboard-log-interval", "3", "--muon-fsdp-log-metrics")
+    run = launch(2, fsdp_toy_gpt(ZERO[3], *flags)).check()
+    events = read_events(tmp_path, 0)
+    names = {"gradient_norms", "momentum_norms", "update_rms", "orthogonality_error"}
+    ours = {name: values for name, values in events.items() if name.startswith("muon/")}
+    assert ours.keys() == {f"muon/{name}" for name in names}
+    assert len(run.losses) == 8
+    for name, values in ours.items():
+        assert list(values) == [3, 6] == list(events["lm loss"]), name
+        assert all(value > 0 for value in values.values())
+    assert all(0.1 < value < 0.3 for value in ours["muon/update_rms"].values())
+    # One is that of zeros.
+    assert all(value < 0.9 for value in ours["muon/orthogonality_error"].values())
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+def test_metrics_of_other_optimizers_are_refused(optimizer):
+    """They would be missing from the log without a word."""
+    run = launch(1, fsdp_toy_gpt(ZERO[3], "--optimizer", optimizer, "--muon-fsdp-log-metrics"))
+    assert run.exit_codes == [1]
+    said = "--muon-fsdp-log-metrics: expected --use-megatron-fsdp with --optimizer muon or adapti"
+    assert said in run.outputs[0] and f"got --optimizer {optimizer}" in run.outputs[0]
