@@ -25,6 +25,7 @@ from helpers.parity import (
     check_trains_like_ddp,
     row,
 )
+from helpers.ranks import launch
 from helpers.toy_gpt import (
     EP,
     EXPERT_TP,
@@ -259,12 +260,40 @@ def test_adaptive_method_trains_and_says_that_it_scales_once(method):
     assert sum(f"{method}: results are scaled once" in text for text in run.outputs) == 1
 
 
+# Training flags of examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8.sh of Megatron-LM, without
+# those that need a GPU: --use-nccl-ub, --fsdp-manual-registration, --attention-backend fused, fp8,
+# and --apply-layernorm-1p of Transformer Engine.
+EXAMPLE = """
+--use-mcore-models --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --kv-channels 16 --seq-length 32
+--max-position-embeddings 32 --position-embedding-type rope --rotary-base 1000000
+--rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --normalization RMSNorm
+--init-method-std 0.0134 --untie-embeddings-and-output-weights --disable-bias-linear
+--micro-batch-size 1 --global-batch-size 8 --train-samples 48 --lr-decay-samples 40
+--lr-warmup-samples 8 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4
+--decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
+--adam-beta1 0.9 --adam-beta2 0.95 --bf16 --cross-entropy-loss-fusion
+--no-check-for-nan-in-loss-and-grad --manual-gc --empty-unused-memory-level 1
+--exit-duration-in-mins 235 --use-megatron-fsdp
+--data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion
+--calculate-per-token-loss --ckpt-format fsdp_dtensor --tensor-model-parallel-size 1
+--context-parallel-size 1 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather --mock-data --tokenizer-type NullTokenizer --vocab-size 95 --split 99,1,0
+--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 0 --log-interval 1
+--eval-iters 1 --eval-interval 100 --log-throughput --distributed-timeout-minutes 60
+--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm
+--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2
+"""
+
+
 @pytest.mark.slow
-def test_flags_of_megatrons_example_change_no_bit():
-    """Of examples/megatron_fsdp in Megatron-LM; --use-nccl-ub needs NCCL."""
-    flags = ("--init-model-with-meta-device", "--fsdp-double-buffer")
-    plain, with_flags = (train(2, fsdp_toy_gpt(ZERO[3], *each)).losses for each in ((), flags))
-    assert with_flags == plain
+def test_megatrons_example_trains_with_muon():
+    """Two of its flags change where weights are, and no bit of the losses."""
+    flags = EXAMPLE.split()
+    losses = launch(2, flags).check().losses
+    assert losses[-1] < losses[0] - 0.1
+    more = ("--init-model-with-meta-device", "--fsdp-double-buffer")
+    assert launch(2, [*flags, *more]).check().losses == losses
 
 
 def _skip_large_gradients() -> None:
