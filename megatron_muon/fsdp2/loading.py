@@ -21,7 +21,7 @@ PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
 # Keys of a parameter's state in Muon, the second only if it is adaptive.
 _MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER}
 _KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
-_ADVICE = (
+ADVICE = (
     "Nothing was loaded. Choose algorithms and groups as the run that saved did, or load the "
     "weights alone, or set fresh_if_moved of the optimizer to True: parameters that have moved get "
     "fresh state, and their groups keep the values of this run."
@@ -146,9 +146,10 @@ def load_together(
     Communication: a flag over the ranks that step together.
     """
     before = optimizer.state, optimizer.param_groups
-    # States hold views of them, into which a loaded state is copied.
-    moments = [(each.values, each.values.clone()) for each in muon.engine.moments]
+    # The state views these tensors, and a load copies into them.
+    moments: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
+        moments += [(each.values, each.values.clone()) for each in muon.engine.moments]
         new_state, problems = arranged(optimizer, algorithms, state_dict, muon.state)
         if not problems:
             torch.optim.Optimizer.load_state_dict(optimizer, new_state)
@@ -162,12 +163,12 @@ def load_together(
     except Exception as error:
         problems = [first_line(error)]
     try:
-        # A rank without parameters steps with none.
+        # A rank without parameters has no group to agree with.
         if muon._holders:
             step = muon.muon_step
-            raise_where_any_rank_fails(problems, step.group, step.device, _ADVICE)
+            raise_where_any_rank_fails(problems, step.group, step.device, ADVICE)
         elif problems:
-            raise RuntimeError("\n".join([*problems, _ADVICE]))
+            raise RuntimeError("\n".join([*problems, ADVICE]))
     except RuntimeError:
         optimizer.state, optimizer.param_groups = before
         for values, old in moments:

@@ -13,13 +13,13 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose
-from megatron_muon.fsdp2.loading import PLANNED, arranged, load_together
+from megatron_muon.fsdp2.loading import ADVICE, PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
 from megatron_muon.fsdp2.settings import MuonArguments
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
-from megatron_muon.runtime.agreement import gather_objects
+from megatron_muon.runtime.agreement import first_line, gather_objects
 from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import elementwise_bytes
@@ -280,18 +280,21 @@ class MuonAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: As :meth:`Muon.load_state_dict`, or as the construction of :class:`Muon`.
 
-        Communication: a flag over the ranks that step together; at first also a gather of objects
-            over the job, and the construction of :class:`Muon`.
+        Communication: a flag over the ranks that step together; at first also two gathers of
+            objects over the job, and the construction of :class:`Muon`.
         """
         # A rank without parameters and state plans with the others.
         if self.muon is not None or any(gather_objects(bool(state_dict.get("state", True)))):
             load_together(self._plan(), self, self.algorithms, state_dict)
             return
-        # Without state no algorithm differs.
-        algorithms = ["adamw"] * len(self.param_groups)
-        new_state, problems = arranged(self, algorithms, state_dict, {})
-        if problems:
-            raise RuntimeError("\n".join(problems))
+        try:
+            new_state, problems = arranged(self, self.algorithms, state_dict, {})
+        # Other ranks may have loaded theirs.
+        except (KeyError, TypeError, ValueError) as error:
+            problems = [first_line(error)]
+        of_all_ranks = dict.fromkeys(itertools.chain(*gather_objects(problems)))
+        if of_all_ranks:
+            raise RuntimeError("\n".join([*of_all_ranks, ADVICE]))
         super().load_state_dict(new_state)
         # torch keeps an entry for every parameter: state_dict() then looks for parameters that
         # accelerate replaces after it has loaded this state.

@@ -69,7 +69,7 @@ def _tested_text() -> str:
     return f"Tested: {ranges} (docs/support.md). In a new environment: pip install {pins}"
 
 
-# Constant per process, and for megatron-core git is called.
+# Cached: it does not change, and megatron-core's version needs a call of git.
 @functools.cache
 def installed_versions() -> Mapping[str, str | None]:
     """Read the versions of the packages that are patched or relied on, without importing them.

@@ -24,7 +24,12 @@ from megatron_muon.report.hf_config import read_config
 from megatron_muon.report.model_shape import PRESETS, ModelShape
 from megatron_muon.report.rank_report import Report, build_report, table
 from megatron_muon.report.simulation import Parallelism, Sharding, simulate, simulate_fsdp2
-from megatron_muon.report.summary import Machine, summary
+from megatron_muon.report.summary import (
+    Machine,
+    memory_under_fsdp2,
+    memory_under_megatron_fsdp,
+    summary,
+)
 from megatron_muon.user_errors import in_flags
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
@@ -55,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument(
         "--fsdp2", action="store_true", help="fully_shard and MuonAdamW.from_model, not Megatron"
     )
+    job.add_argument(
+        "--megatron-fsdp-main-grads-dtype",
+        choices=("auto", "fp32"),
+        default="auto",
+        help="auto: bf16, as the weights",
+    )
     job.add_argument("--tokens", type=float, default=4e6, help="tokens of an iteration")
     job.add_argument("--gpu-gb", type=float, default=80, help="memory of a GPU")
     job.add_argument(
@@ -78,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan = parser.add_argument_group("plan")
     for name, settings in EXCHANGE_FLAGS.items():
+        if name == "log_plan":
+            continue
         flag = "--muon-fsdp-" + name.replace("_", "-")
         plan.add_argument(flag, default=getattr(defaults, name), **settings)
     plan.add_argument(
@@ -86,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         default="medium",
         help="Precision of Newton-Schulz; medium is bf16.",
     )
-    output = parser.add_argument_group("output: a summary, unless")
-    output.add_argument("--ranks", action="store_true", help="add figures by rank")
+    output = parser.add_argument_group("output: a summary")
+    output.add_argument("--ranks", action="store_true", help="figures by rank too")
     output.add_argument("--json", action="store_true", help="print JSON instead")
     return parser
 
@@ -95,7 +108,10 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(options: argparse.Namespace) -> PlanSettings:
     """Return the numbers of a live run's plans, checked as there."""
     settings = ExchangeSettings(
-        **{name: getattr(options, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
+        **{
+            name: getattr(options, f"muon_fsdp_{name}")
+            for name in EXCHANGE_FLAGS.keys() - {"log_plan"}
+        }
     )
     rates = CostModel(backends=CHOICES[settings.newton_schulz])
     cost = CostModel.parse(settings.cost_model, rates)
@@ -110,7 +126,8 @@ def _model(options: argparse.Namespace) -> ModelShape:
         if getattr(options, field.name) is not None
     }
     if options.hf is not None:
-        return dataclasses.replace(read_config(options.hf), **fields)
+        shape = read_config(options.hf, is_fsdp2=options.fsdp2)
+        return dataclasses.replace(shape, **fields)
     if options.preset is not None:
         return dataclasses.replace(PRESETS[options.preset], **fields)
     # ModelShape names a missing flag.
@@ -132,6 +149,30 @@ def _parallelism(options: argparse.Namespace) -> Parallelism:
     )
 
 
+def _machine(options: argparse.Namespace) -> Machine:
+    for name in ("gpu_gb", "model_tflops", "tokens"):
+        if not getattr(options, name) > 0:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag}: expected a positive number, got {getattr(options, name)}.")
+    return Machine(options.gpu_gb, options.model_tflops, options.tokens)
+
+
+def _refuse_with_fsdp2(options: argparse.Namespace) -> None:
+    """Refuse what changes nothing under FSDP2."""
+    parser = _parser()
+    ignored = ["tp", "ep", "etp", "pp", "hfsdp", "sharding", "muon_tp_mode"]
+    ignored += ["muon_no_split_qkv", "muon_split_glu", "muon_split_mla", "muon_split_qkv_per_head"]
+    changed = [
+        "--" + name.replace("_", "-")
+        for name in (*ignored, "megatron_fsdp_main_grads_dtype")
+        if getattr(options, name) != parser.get_default(name)
+    ]
+    if changed:
+        raise ValueError(
+            f"--fsdp2: expected --dp and --hsdp alone, got {', '.join(changed)}. Leave them out."
+        )
+
+
 def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelism) -> Report:
     splits = Splits(
         qkv=not options.muon_no_split_qkv,
@@ -141,6 +182,7 @@ def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelis
     )
     settings = _settings(options)
     if options.fsdp2:
+        _refuse_with_fsdp2(options)
         plans = simulate_fsdp2(model, parallel, settings)
     else:
         plans = simulate(model, parallel, settings, splits=splits)
@@ -160,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model, parallel = _model(options), _parallelism(options)
         report = _report(options, model, parallel)
+        machine = _machine(options)
     except ValueError as error:
         parser.error(in_flags(str(error)))
     if options.json:
@@ -168,8 +211,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write("\n")
     else:
         name = options.preset or (options.hf.stem if options.hf else "model")
-        machine = Machine(options.gpu_gb, options.model_tflops, options.tokens)
-        lines = [*summary(name, model, parallel, report, machine, is_fsdp2=options.fsdp2)]
+        is_fsdp2 = options.fsdp2
+        if is_fsdp2:
+            memory = memory_under_fsdp2(model, parallel.dp // parallel.hsdp, report)
+        else:
+            has_fp32 = options.megatron_fsdp_main_grads_dtype == "fp32"
+            memory = memory_under_megatron_fsdp(
+                model, parallel, report, has_fp32_gradients=has_fp32
+            )
+        lines = [*summary(name, model, parallel, report, memory, machine, is_fsdp2=is_fsdp2)]
         lines += table(report) if options.ranks else []
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0

@@ -23,13 +23,15 @@ _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 # Experts as wide as intermediate_size.
 _ONE_WIDTH = ("gpt_oss", "mixtral", "olmoe")
 # Defaults of classes that published files leave out.
-_DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256},
-    "gemma3_text": {"head_dim": 256, "vocab_size": 262208},
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 256, "tie_word_embeddings": True},
+    "gemma2": {"head_dim": 256, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 256, "vocab_size": 262208, "tie_word_embeddings": True},
     "gpt_oss": {"head_dim": 64},
     "qwen3": {"head_dim": 128},
+    "smollm3": {"tie_word_embeddings": True},
 }
+_FUSED = ("phi3",)
 _QK_NORM = ("gemma3_text", "olmoe", "qwen3", "qwen3_moe")
 _LATENT_KEYS = {
     "q_lora_rank": "q_lora_rank",
@@ -40,8 +42,11 @@ _LATENT_KEYS = {
 }
 
 
-def read_config(path: Path) -> ModelShape:
+def read_config(path: Path, *, is_fsdp2: bool = False) -> ModelShape:
     """Read the shape of a decoder from a config.json; of several models, the text model's.
+
+    DeepSeek-V2-Lite, without ``q_lora_rank``, is refused, and under FSDP2 models whose dense
+    matrices are fused.
 
     Raises:
         ValueError: The file is no config.json, lacks a key, or has an unknown architecture.
@@ -52,13 +57,18 @@ def read_config(path: Path) -> ModelShape:
         raise ValueError(f"--hf {path}: expected a config.json, got {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"--hf {path}: expected an object, got {type(config).__name__}.")
-    text = config.get("text_config", config)
+    text = config.get("text_config") or {}
     # Of models of several kinds of input some keys are outside.
-    return _shape(f"--hf {path}", {**config, **text})
+    return _shape(f"--hf {path}", {**config, **text}, is_fsdp2=is_fsdp2)
 
 
-def _shape(source: str, config: Mapping[str, Any]) -> ModelShape:
+def _shape(source: str, config: Mapping[str, Any], *, is_fsdp2: bool) -> ModelShape:
     kind = config.get("model_type")
+    if is_fsdp2 and kind in _FUSED:
+        raise ValueError(
+            f"{source}: expected a model with matrices of its own for query, key and value, got "
+            f"{kind}, which fuses them. Leave out --fsdp2 for an estimate."
+        )
     if kind not in (*_DENSE, *_EXPERTS, *_LATENT):
         raise ValueError(
             f"{source}: expected a model_type of {', '.join([*_DENSE, *_EXPERTS, *_LATENT])}, got "
@@ -109,11 +119,6 @@ def _shape(source: str, config: Mapping[str, Any]) -> ModelShape:
         kv_channels=number("head_dim", default=0),
         qk_layernorm=kind in _QK_NORM,
         vocab_size=number("vocab_size"),
-        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", _ties(kind)),
+        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
         **fields,
     )
-
-
-def _ties(kind: str) -> bool:
-    """Return whether a model type ties embedding and output layer by default."""
-    return kind.startswith("gemma")

@@ -183,13 +183,11 @@ class ModelShape:
             shapes["down_proj"] = (hidden, width)
         parameters = [Parameter(name, shape) for name, shape in shapes.items()]
         if self.is_moe(layer):
-            width = self.moe_ffn_hidden_size
-            for name, shape in (
-                ("gate", (width, hidden)),
-                ("up", (width, hidden)),
-                ("down", (hidden, width)),
-            ):
-                parameters.append(Parameter(f"experts.{name}_proj", (self.num_experts, *shape)))
+            num, width = self.num_experts, self.moe_ffn_hidden_size
+            parameters += [
+                Parameter("experts.gate_up_proj", (num, 2 * width, hidden), is_gated=True),
+                Parameter("experts.down_proj", (num, hidden, width)),
+            ]
         return parameters
 
     def _feed_forward(self, name: str, width: int, splits: Splits) -> list[Parameter]:

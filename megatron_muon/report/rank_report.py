@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.routes import Part
 from megatron_muon.plan.sizes import Traffic
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
 
@@ -29,6 +31,7 @@ class RankReport:
         bytes_sent: Bytes of rows to owners, and of results sent back.
         bytes_received: Bytes received from others.
         staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
+        workspace_bytes: Memory of Newton-Schulz beside them, of the largest stack.
         num_matrices: Owned matrices, parts included.
         num_calls: Calls of Newton-Schulz, one per stack.
     """
@@ -40,6 +43,7 @@ class RankReport:
     bytes_sent: int = 0
     bytes_received: int = 0
     staging_bytes: int = 0
+    workspace_bytes: int = 0
     num_matrices: int = 0
     num_calls: int = 0
 
@@ -71,6 +75,7 @@ class Report:
         moved_fraction: Elements sent to owners over all elements.
         bytes_sent: Bytes that all ranks send.
         max_staging_bytes: Staging memory of the fullest rank.
+        max_step_bytes: The same with the workspace of Newton-Schulz.
     """
 
     ranks: list[RankReport]
@@ -89,6 +94,7 @@ class Report:
     moved_fraction: float = 0.0
     bytes_sent: int = 0
     max_staging_bytes: int = 0
+    max_step_bytes: int = 0
 
 
 def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
@@ -118,6 +124,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     report.moved_fraction = report.moved_elements / max(1, report.num_elements)
     report.bytes_sent = sum(rank.bytes_sent for rank in report.ranks)
     report.max_staging_bytes = max(rank.staging_bytes for rank in report.ranks)
+    report.max_step_bytes = max(r.staging_bytes + r.workspace_bytes for r in report.ranks)
     return report
 
 
@@ -187,12 +194,26 @@ def _add_calls(
         by_rank[rank].num_calls += len(stacks)
         for stack in stacks:
             part = stack[0]
+            by_rank[rank].workspace_bytes = max(
+                by_rank[rank].workspace_bytes, _workspace_bytes(plan, stack)
+            )
             by_rank[rank].newton_schulz_ns += plan.cost.stack_ns(
                 len(stack),
                 *plan.matrices[part.matrix].blocks[part.block],
                 len(part.owners),
                 on_node=plan.cost.share_a_node(part.owners),
             )
+
+
+def _workspace_bytes(plan: ExchangePlan, stack: Sequence[Part]) -> int:
+    """Return the memory of Newton-Schulz, as ``Backend.workspace_bytes`` in a run."""
+    part = stack[0]
+    backend = BACKENDS[plan.backend(part.matrix, part.block)]
+    num_stacks, num_squares = backend.workspace
+    side = min(plan.matrices[part.matrix].blocks[part.block])
+    num_elements = num_stacks * sum(each.num_rows * each.num_cols for each in stack)
+    num_elements += num_squares * len(stack) * side**2
+    return num_elements * plan.dtypes.gather_bytes
 
 
 def table(report: Report) -> Iterator[str]:

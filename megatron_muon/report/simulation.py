@@ -139,38 +139,44 @@ def simulate_fsdp2(
 
     As in a run, ``hsdp`` ranks hold the same rows, and a rank keeps experts that are whole there.
 
-    Raises:
-        ValueError: Parallelism other than ``dp`` and ``hsdp``.
+    Gate and up of experts are two matrices, as :meth:`MuonAdamW.from_model` splits them.
     """
-    if parallel.stage_size != parallel.dp or max(parallel.ep, parallel.pp) > 1:
-        raise ValueError(
-            f"--fsdp2: expected --dp and --hsdp alone, got tp {parallel.tp}, ep {parallel.ep}, pp "
-            f"{parallel.pp}. Leave out the others."
-        )
     num_shards = parallel.dp // parallel.hsdp
     replicas = [tuple(range(shard, parallel.dp, num_shards)) for shard in range(num_shards)]
     matrices: dict[Replicas, list[MatrixLayout]] = defaultdict(list)
     for layer in range(model.num_layers):
         for parameter in model.parameters_in_transformers(layer):
-            *batch, rows, cols = parameter.shape
-            # As torch.chunk: the last shards may be smaller, or empty.
-            size = -(-parameter.shape[0] // num_shards)
-            is_even = parameter.shape[0] % num_shards == 0
-            for number in range(batch[0] if batch else 1):
-                domain, boxes = replicas, dict[int, Box]()
-                for shard, ranks in enumerate(replicas):
-                    first, last = (min(rows, end * size) for end in (shard, shard + 1))
-                    if batch:
-                        first, last = 0, rows if number // size == shard else 0
-                    boxes |= dict.fromkeys(ranks, ((first, last), (0, cols)))
-                if batch and is_even:
-                    domain = [replicas[number // size]]
-                outputs = OutputSlice(RowRange(0, rows))
-                name = f"layers.{layer}.{parameter.name}" + f"[{number}]" * bool(batch)
-                ranks = tuple(sorted(itertools.chain(*domain)))
-                layout = MatrixLayout(name, *tile((rows, cols), outputs, boxes), ranks)
-                matrices[tuple(domain)].append(layout)
+            name = f"layers.{layer}.{parameter.name}"
+            for domain, layout in _matrices_of_fsdp2(name, parameter, replicas):
+                matrices[domain].append(layout)
     return _plan_all(parallel.dp, matrices, settings or PlanSettings())
+
+
+def _matrices_of_fsdp2(
+    name: str, parameter: Parameter, replicas: Sequence[Ranks]
+) -> Iterator[tuple[Replicas, MatrixLayout]]:
+    """Yield the matrices of a parameter that is sharded along its first dimension."""
+    *batch, rows, cols = parameter.shape
+    # As torch.chunk: the last shards may be smaller, or empty.
+    size = -(-parameter.shape[0] // len(replicas))
+    is_even = parameter.shape[0] % len(replicas) == 0
+    borders = (0, rows // 2, rows) if parameter.is_gated else (0, rows)
+    for number in range(batch[0] if batch else 1):
+        domain, boxes = tuple(replicas), dict[int, Box]()
+        for shard, ranks in enumerate(replicas):
+            held = (min(rows, shard * size), min(rows, (shard + 1) * size))
+            if batch:
+                held = (0, rows if number // size == shard else 0)
+            boxes |= dict.fromkeys(ranks, (held, (0, cols)))
+        if batch and is_even:
+            # Its ranks plan their own experts.
+            domain = (replicas[number // size],)
+        ranks = tuple(sorted(itertools.chain(*domain)))
+        for first, last in itertools.pairwise(borders):
+            full_name = name + f"[{number}]" * bool(batch)
+            full_name += f" rows {first} to {last - 1}" * parameter.is_gated
+            tiling = tile((rows, cols), OutputSlice(RowRange(first, last)), boxes)
+            yield domain, MatrixLayout(full_name, *tiling, ranks)
 
 
 def _plan_all(

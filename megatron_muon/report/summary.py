@@ -29,7 +29,7 @@ class Machine(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Elements of one rank before data-parallel sharding.
+    """Elements by optimizer.
 
     Args:
         muon: Matrices of Muon.
@@ -47,22 +47,36 @@ class Memory(NamedTuple):
         model: Weights and gradients.
         muon: Optimizer states, with AdamW for the rest.
         adamw: Optimizer states if AdamW steps everything.
-        step: While Muon steps: messages, stacks and results.
+        step: While Muon steps: messages, stacks, workspace of Newton-Schulz, results, and float32
+            copies of gradients.
+        adamw_step: While AdamW steps: float32 copies of gradients.
     """
 
     model: int
     muon: int
     adamw: int
     step: int
+    adamw_step: int
 
 
 def count_elements(
-    parameters: Iterable[Parameter], tensor_ranks: int = 1, *, is_fsdp2: bool = False
+    parameters: Iterable[Parameter],
+    tensor_ranks: int = 1,
+    *,
+    num_shards: int = 1,
+    is_fsdp2: bool = False,
 ) -> Elements:
-    """Count the elements of parameters that one tensor-parallel rank has."""
+    """Count the elements of parameters that one rank has.
+
+    Args:
+        parameters: The parameters.
+        tensor_ranks: Tensor-parallel ranks.
+        num_shards: Shards along the first dimension, all as large as the largest.
+        is_fsdp2: Whether AdamW steps routers.
+    """
     counts = [0, 0]
     for each in parameters:
-        size = math.prod(each.shape)
+        size = -(-each.shape[0] // num_shards) * math.prod(each.shape[1:])
         if each.partition_dim is not None:
             size //= tensor_ranks
         is_router = each.name.endswith("router.weight")
@@ -71,7 +85,7 @@ def count_elements(
 
 
 def count_layers(
-    model: ModelShape, parallel: Parallelism, *, is_fsdp2: bool
+    model: ModelShape, parallel: Parallelism, *, is_fsdp2: bool = False
 ) -> tuple[Elements, Elements]:
     """Count dense parameters and experts of a tensor-parallel rank of the first stage."""
     splits, layers = Splits(), range(-(-model.num_layers // parallel.pp))
@@ -93,38 +107,59 @@ def active_elements(model: ModelShape) -> int:
     return total
 
 
-def memory_of_a_rank(
-    model: ModelShape, parallel: Parallelism, report: Report, *, is_fsdp2: bool
+def memory_under_megatron_fsdp(
+    model: ModelShape, parallel: Parallelism, report: Report, *, has_fp32_gradients: bool
 ) -> Memory:
     """Add up the memory of a rank of the first pipeline stage.
 
-    Megatron-FSDP keeps weights in bfloat16, and in float32 main weights and gradients; FSDP2 keeps
-    weights and gradients in float32.
+    Weights and gradients are bfloat16, main weights float32. A step has float32 copies of the
+    gradients that it needs, unless they are float32 (``--megatron-fsdp-main-grads-dtype``), and
+    results overwrite gradients. Source: ``param_and_grad_buffer.py`` of megatron-core 0.19.2.
     """
-    of_dense, of_experts = count_layers(model, parallel, is_fsdp2=is_fsdp2)
+    of_dense, of_experts = count_layers(model, parallel)
     # The last stage has the output layer.
     embedding = model.embedding_elements if parallel.pp == 1 else model.head_elements
     of_dense = of_dense._replace(adamw=of_dense.adamw + embedding // parallel.tp)
     expert_ranks = parallel.expert_tp * parallel.ep
     parts = [(of_dense, parallel.dp), (of_experts, parallel.stage_size // expert_ranks)]
-    total = [0, 0, 0, 0]
+    level = ("no_shard", "optim", "optim_grads", "optim_grads_params").index(parallel.sharding)
+    num_bytes = dict.fromkeys(Memory._fields, 0)
     for elements, num_ranks in parts:
-        shards = num_ranks // parallel.hsdp
-        of_states = num_ranks if parallel.shards_outer else shards
-        shared_out = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-        level = shared_out.get(parallel.sharding, 0)
-        weights, gradients, states = (
-            sum(elements) // (ranks if level >= least else 1)
-            for ranks, least in ((shards, 3), (shards, 2), (of_states, 1))
-        )
-        total[0] += _FP32 * (gradients + states) + (0 if is_fsdp2 else _BF16 * weights)
-        ranks = of_states if level else 1
-        total[1] += (_FP32 * elements.muon + 2 * _FP32 * elements.adamw) // ranks
-        total[2] += 2 * _FP32 * sum(elements) // ranks
-        # Under Megatron-FSDP results overwrite gradients.
-        total[3] += _FP32 * elements.muon // ranks * is_fsdp2
-    total[3] += report.max_staging_bytes
-    return Memory(*total)
+        inner = num_ranks // parallel.hsdp
+        outer = num_ranks if parallel.shards_outer else inner
+        total, states = sum(elements), sum(elements) // (outer if level >= 1 else 1)
+        muon = elements.muon * states // max(1, total)
+        gradient_bytes = _FP32 if has_fp32_gradients else _BF16
+        num_bytes["model"] += _BF16 * total // (inner if level >= 3 else 1)
+        num_bytes["model"] += gradient_bytes * total // (inner if level >= 2 else 1)
+        num_bytes["model"] += _FP32 * states
+        num_bytes["muon"] += _FP32 * (2 * states - muon)
+        num_bytes["adamw"] += 2 * _FP32 * states
+        num_bytes["adamw_step"] += 0 if has_fp32_gradients else _FP32 * states
+    num_bytes["step"] = num_bytes["adamw_step"] + report.max_step_bytes
+    return Memory(**num_bytes)
+
+
+def memory_under_fsdp2(model: ModelShape, num_shards: int, report: Report) -> Memory:
+    """Add up the memory of the fullest rank; weights and gradients are float32.
+
+    Whole experts cannot be cut: a rank may have one of few, and others none.
+    """
+    layers = range(model.num_layers)
+    matrices = [p for layer in layers for p in model.parameters_in_transformers(layer)]
+    dense = [p for layer in layers for p in model.dense_parameters(layer, Splits())]
+    others = [p for p in dense if len(p.shape) == 1 or p.name.endswith("router.weight")]
+    embedding = Parameter("router.weight", (model.vocab_size, model.hidden_size))
+    others += [embedding] * (2 if model.untie_embeddings_and_output_weights else 1)
+    muon = count_elements(matrices, num_shards=num_shards).muon
+    adamw = count_elements(others, num_shards=num_shards, is_fsdp2=True).adamw
+    return Memory(
+        model=2 * _FP32 * (muon + adamw),
+        muon=_FP32 * (muon + 2 * adamw),
+        adamw=2 * _FP32 * (muon + adamw),
+        step=_FP32 * muon + report.max_step_bytes,
+        adamw_step=0,
+    )
 
 
 def summary(
@@ -132,6 +167,7 @@ def summary(
     model: ModelShape,
     parallel: Parallelism,
     report: Report,
+    memory: Memory,
     machine: Machine,
     *,
     is_fsdp2: bool,
@@ -141,18 +177,23 @@ def summary(
     num_ranks = parallel.stage_size * parallel.pp
     muon = dense.muon + experts.muon
     total = sum(dense) + sum(experts) + model.embedding_elements
+    without = "" if model.vocab_size else ", without embeddings (no --vocab-size)"
     yield (
-        f"{name}: {total / 1e9:,.1f} B parameters, {muon / 1e9:,.1f} B of them in matrices of Muon,"
-        f" on {num_ranks} GPUs"
+        f"{name}: {total / 1e9:,.1f} B parameters{without}, {muon / 1e9:,.1f} B of them in "
+        f"matrices of Muon, on {num_ranks} GPUs"
     )
-    memory = memory_of_a_rank(model, parallel, report, is_fsdp2=is_fsdp2)
     yield (
         f"memory, GB a GPU: weights and gradients {memory.model / 1e9:.1f}, states "
         f"{memory.muon / 1e9:.1f} (AdamW {memory.adamw / 1e9:.1f}), while a step runs "
-        f"{memory.step / 1e9:.1f}"
+        f"{memory.step / 1e9:.1f} (AdamW {memory.adamw_step / 1e9:.1f})"
     )
-    left_gb = machine.gpu_gb - (memory.model + memory.muon + memory.step) / 1e9
-    with_adamw = machine.gpu_gb - (memory.model + memory.adamw) / 1e9
+    left_gb, with_adamw = (
+        machine.gpu_gb - num_bytes / 1e9
+        for num_bytes in (
+            memory.model + memory.muon + memory.step,
+            memory.model + memory.adamw + memory.adamw_step,
+        )
+    )
     yield (
         f"fits: {left_gb:.1f} of {machine.gpu_gb:.0f} GB are left for activations and gathered "
         f"layers (AdamW {with_adamw:.1f})"
@@ -162,7 +203,7 @@ def summary(
     busiest = max(report.ranks, key=lambda rank: rank.newton_schulz_ns)
     traffic_ns = max(rank.traffic_ns for rank in report.ranks)
     yield (
-        f"step of Muon: {report.min_step_ns / 1e6:.1f} ms at least; Newton-Schulz "
+        f"step of Muon: at least {report.min_step_ns / 1e6:.1f} ms; Newton-Schulz "
         f"{busiest.newton_schulz_ns / 1e6:.1f} ms on the busiest GPU, messages "
         f"{traffic_ns / 1e6:.1f} ms on the busiest link"
     )
@@ -173,27 +214,22 @@ def summary(
         f"iteration of {machine.tokens / 1e6:.1f} M tokens: {iteration_s:.2f} s of forward and "
         f"backward passes at {machine.model_tflops:.0f} TFLOP/s a GPU; the step is {share:.1%}"
     )
-    yield f"limit: {_limit(report, traffic_ns, is_fsdp2=is_fsdp2)}"
+    yield f"bound by {_bound(report, traffic_ns)}"
 
 
-def _limit(report: Report, traffic_ns: int, *, is_fsdp2: bool) -> str:
+def _bound(report: Report, traffic_ns: int) -> str:
     """Name what bounds a step, and the setting to change."""
-    prefix = "ExchangeSettings: " if is_fsdp2 else "--muon-fsdp-"
-    names = {name: prefix + (name.replace("-", "_") if is_fsdp2 else name) for name in _SETTINGS}
     if traffic_ns > report.busiest_ns:
         return (
-            "messages. Fewer replicas (HSDP, ZeRO-0) send fewer bytes; pass measured rates as "
-            f"{names['cost-model']}"
+            "messages: fewer replicas (HSDP, ZeRO-0) send fewer bytes; pass measured rates as "
+            "--muon-fsdp-cost-model"
         )
     if report.busiest_over_ideal > 1.5:
         return (
-            f"too few matrices for the ranks: the busiest has {report.busiest_over_ideal:.1f} "
-            f"times the mean. A higher {names['max-owners']} splits them further"
+            f"too few matrices: the busiest rank has {report.busiest_over_ideal:.1f} times the "
+            "mean. A higher --muon-fsdp-max-owners splits them further"
         )
     return (
-        f"Newton-Schulz, spread evenly ({report.busiest_over_ideal:.2f} times the mean). "
-        f"{names['newton-schulz']} auto takes fewer operations"
+        f"Newton-Schulz, spread evenly ({report.busiest_over_ideal:.2f} times the mean): "
+        "--muon-fsdp-newton-schulz auto takes fewer operations"
     )
-
-
-_SETTINGS = ("cost-model", "max-owners", "newton-schulz")

@@ -123,7 +123,7 @@ def tensor_shard_layout(param: DTensor) -> tuple[DeviceMesh, tuple[Placement, ..
 
 
 def _without_last_axis(mesh: Any) -> DeviceMesh:  # noqa: ANN401 - gets an attribute
-    # Kept with the mesh: in a cache a mesh of process groups that were destroyed equals it.
+    # Not in a cache: it would return the submesh of an equal mesh with destroyed process groups.
     if not hasattr(mesh, _SUBMESH):
         assert mesh.mesh_dim_names is not None, "Megatron-FSDP names the axes of its meshes"
         setattr(mesh, _SUBMESH, mesh[mesh.mesh_dim_names[:-1]])

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 # Refuses a step after one that failed between its first change and its end.
 INTERRUPTED = (
-    "step: expected weights and state that the previous step left complete, got an error in the "
-    "middle of it. Load a checkpoint, weights and optimizer"
+    "step: expected weights and state of a complete step, got those of one that failed in the "
+    "middle. Load a checkpoint, weights and optimizer"
 )
 
 
@@ -54,9 +54,9 @@ def raise_where_any_rank_fails(
         group: Ranks that decide together; None for all ranks of the job.
         device: Where the flag that is reduced lives (the backend's device).
         advice: What the user should do, the end of the message.
-        num_device_problems: Number of further problems, an integer scalar on the device; read by
+        num_device_problems: Number of problems counted on the device, an integer scalar; read by
             the host together with the flag.
-        describe: Returns a sentence for each of these.
+        describe: Returns a sentence for each problem counted on the device.
         cause: Exception of this rank, whose traceback is kept.
 
     Raises:

@@ -52,8 +52,8 @@ class StepSettings(NamedTuple):
         weight_decay_method: See :func:`~megatron_muon.step.elementwise.decay_weights`.
         fp32_matmul_prec: Precision of Newton-Schulz.
         overwrites_gradients: Whether results are written to the memory of gradients, which saves as
-            much memory as the momentum has. Otherwise gradients stay as they are, but for ``l2``,
-            which adds the decay to them, as in emerging-optimizers.
+            much memory as the momentum has. Otherwise gradients stay as they are, except with
+            ``l2``, which adds the decay to them, as in emerging-optimizers.
         gradients_stay: Whether gradients are in the same memory in every step, so that views of it
             may be kept.
         momentum_dtype: Dtype of momentum between steps.

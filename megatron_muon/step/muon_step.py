@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Construct the exchange, the state and the step of Muon optimizers."""
 
+import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from megatron_muon.runtime.agreement import (
     raise_where_any_rank_fails,
     raise_where_ranks_differ,
 )
-from megatron_muon.runtime.arena import NOTHING, OtherBytes
+from megatron_muon.runtime.arena import NOTHING, OtherBytes, is_out_of_memory
 from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
@@ -29,6 +30,8 @@ from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.plan_inputs import find_plan_inputs
 from megatron_muon.step.second_moments import SecondMoments
 from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, place_momentum
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,8 @@ class MuonStep:
                 self._main_params.compare(self.state())
         # Other ranks wait for this one.
         except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                logger.exception("before a step:")
             problems.append(first_line(error))
         return problems
 

@@ -139,8 +139,11 @@ def _step(parameters: Sequence[Sharded], setting: Setting) -> tuple[Any, list[st
 # Rows that one optimizer steps too: every placement, and Muon's keys of a group.
 AS_TWO = {
     3: ("uneven", "columns", "experts", "fused_columns", "tensor_parallel_alone"),
-    # With several_meshes: it has the parameters of hybrid, and of expert_parallel.
-    4: ("tensor_parallel", "hybrid_tensor_parallel", "expert_slices", "several_meshes", "stages"),
+    # With several_meshes, which has the parameters of hybrid.
+    4: (
+        *("tensor_parallel", "hybrid_tensor_parallel", "expert_parallel", "expert_slices"),
+        *("several_meshes", "stages"),
+    ),
 }
 ADAMW = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.95), "eps": 1e-6}
 MUON = {"lr": 0.02, "weight_decay": 0.1}
@@ -215,7 +218,7 @@ def _step_rows(size: int, names: Sequence[str]) -> dict[str, Any]:
         for setting in row.settings:
             muon, of_setting = _step(row.build(), setting)
             different += [f"{setting}: {each}" for each in of_setting]
-        if kind() == "cpu" and name in AS_TWO.get(size, ()):
+        if name in AS_TWO.get(size, ()):
             different += _step_as_two(row.build)
         plans = muon.engine.plans
         holders = {x.name: sorted(x.elements_by_rank) for plan in plans for x in plan.matrices}

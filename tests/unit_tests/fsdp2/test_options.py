@@ -49,6 +49,7 @@ def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, dtype):
     for _ in range(2):
         momentum = ours.state[param]["momentum_buffer"]
         assert momentum.device.type == "cpu" and momentum.dtype == dtype
+        assert momentum.is_pinned() == (param.device.type == "cuda")
         assert torch.equal(momentum, theirs.state[other]["momentum_buffer"].cpu())
         ours.load_state_dict(theirs.state_dict())
 

@@ -117,7 +117,7 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
             optimizer.step()
         error = _error_of(optimizer.step)
         if error != "no error":
-            assert "step: expected weights and state that the previous step left complete" in error
+            assert "step: expected weights and state of a complete step" in error
             refused.append(number)
             # What to do, as it says.
             load()
@@ -149,8 +149,7 @@ def _interrupt() -> None:
         refused = _refused(optimizer, model)
         assert (
             "rank" in refused
-            and "1: step: expected weights and state that the previous step left complete"
-            in refused
+            and "1: step: expected weights and state of a complete step" in refused
         )
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)

@@ -79,7 +79,7 @@ TRAINS_LIKE_DDP = [
     row("tp2_distributed", 4, 0, *TP, *WHOLE),
     # Experts over expt_dp, dense layers over dp_cp.
     row("ep2_etp2", 4, 3, *EP_ETP),
-    row("tp2_etp2", 4, 3, *MOE_TP),
+    row("tp2_etp2", 4, 3, *MOE_TP, *ONE_DENSE_LAYER),
     row("tp2_ep2", 4, 3, *EP_TP),
     # One inner rank for experts: their shards are cut over the outer ranks alone.
     row("ep2_hsdp", 4, 3, *EP, fsdp=HSDP),
@@ -92,6 +92,7 @@ TRAINS_LIKE_DDP = [
     # Owners of whole matrices gather blocks of both tensor-parallel ranks, in bf16.
     row("bf16_messages_tp2", 4, 3, *TP, *WHOLE, setting=MEDIUM),
     row("bf16_zero0", 2, 0, setting=IN_BF16, is_slow=False),
+    row("bf16_zero3", 2, 3, setting=IN_BF16, is_slow=False),
     row("bf16_zero2", 3, 2, setting=IN_BF16),
     # In fp32 the polynomial is the same, and its rounding no larger than that of sums.
     row("gram", 2, 3, fsdp=GRAM),

@@ -20,7 +20,7 @@ _COST = CostModel(ranks_per_node=4, stack_tiles=1)
 @settings(max_examples=50)
 @given(matrix_lists(max_matrices=4), st.sampled_from([1, 2]), st.sampled_from([1, 2**31]))
 def test_every_holder_gets_the_result_of_every_element_once(matrices, num_buckets, staging_bytes):
-    """Messages are delivered by sender, and chunks are passed on; little memory: more scatters."""
+    """Messages arrive by sender, and sections are passed on; little memory: more scatters."""
     _deliver(matrices, num_buckets, staging_bytes)
 
 
@@ -48,7 +48,7 @@ def _deliver(matrices: list[MatrixLayout], num_buckets: int, staging_bytes: int)
             found[rank].update(each for route in owned.staying for each in elements_of(route))
     for number in range(len(plan.buckets) * plan.num_scatters):
         scatters = {rank: rank_plans[rank].scatters[number] for rank in ranks}
-        chunks: dict[int, list[Any]] = {}
+        sections: dict[int, list[Any]] = {}
         for rank, scatter in scatters.items():
             received = [
                 element
@@ -57,12 +57,12 @@ def _deliver(matrices: list[MatrixLayout], num_buckets: int, staging_bytes: int)
                 for element in elements_of(route)
             ]
             assert len(received) == sum(scatter.receives.values())
-            chunk = scatter.shard.section_size if scatter.shard else 0
-            chunks[rank] = received + [None] * (chunk - len(received))
-            assert len(chunks[rank]) == chunk
+            section = scatter.shard.section_size if scatter.shard else 0
+            sections[rank] = received + [None] * (section - len(received))
+            assert len(sections[rank]) == section
         for rank, scatter in scatters.items():
             holders = scatter.shard.holders if scatter.shard else ()
-            memory = [element for holder in holders for element in chunks[holder]]
+            memory = [element for holder in holders for element in sections[holder]]
             assert len(memory) == scatter.num_elements.receive
             for route, offset in scatter.arrivals:
                 elements = elements_of(route)

@@ -119,8 +119,8 @@ def test_limit_that_is_kept_is_not_refused(capsys):
         (f"{LLAMA} --ep 2", "ep: expected a divisor of 0 experts, got 2"),
         (f"{LLAMA} --dp 9 --hsdp 2", "hsdp: expected dp to be a multiple of 2 instances, got dp 9"),
         (f"{LLAMA} --tp 3", "to be a multiple of 3 tensor-parallel ranks"),
-        (f"{LLAMA} --cost-model tflops=0", "expected a positive, finite tflops, got 0.0"),
-        (f"{LLAMA} --max-owners 3", "max-owners: expected a power of two"),
+        (f"{LLAMA} --muon-fsdp-cost-model tflops=0", "expected a positive, finite tflops, got 0.0"),
+        (f"{LLAMA} --muon-fsdp-max-owners 3", "max-owners: expected a power of two"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, message, capsys):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.device import device, init_group, kind
-from helpers.ranks import run_ranks
+from helpers.ranks import ROOT, run_ranks
 
 from megatron_muon.plan.__main__ import main
 from megatron_muon.plan.layout import Splits
@@ -16,7 +16,12 @@ from megatron_muon.report.hf_config import read_config
 from megatron_muon.report.model_shape import PRESETS, ModelShape
 from megatron_muon.report.rank_report import build_report
 from megatron_muon.report.simulation import Parallelism, simulate_fsdp2
-from megatron_muon.report.summary import count_elements, count_layers, memory_of_a_rank
+from megatron_muon.report.summary import (
+    count_elements,
+    count_layers,
+    memory_under_fsdp2,
+    memory_under_megatron_fsdp,
+)
 
 LLAMA = {
     "model_type": "llama",
@@ -113,7 +118,7 @@ def test_shapes_have_the_parameters_of_the_model(name, tmp_path):
     """Those of three presets too, which are written by hand; biases of gpt-oss are left out."""
     config, billions = CONFIGS[name]
     model = read_config(_write(tmp_path, config))
-    layers = count_layers(model, Parallelism(1), is_fsdp2=False)
+    layers = count_layers(model, Parallelism(1))
     total = sum(map(sum, layers)) + model.embedding_elements
     assert total / 1e9 == pytest.approx(billions, rel=5e-4)
     assert PRESETS.get(name, model) == model
@@ -127,6 +132,7 @@ def test_shapes_have_the_parameters_of_the_model(name, tmp_path):
         ({**QWEN, "mlp_only_layers": [1]}, "got mlp_only_layers or a decoder_sparse_step"),
         ({**DEEPSEEK, "q_lora_rank": None}, "a whole number as q_lora_rank, got none"),
         ([], "expected an object, got list"),
+        ({**LLAMA, "text_config": None, "hidden_size": 0}, "hidden_size: expected a positive num"),
     ],
 )
 def test_config_that_cannot_be_planned_is_refused(config, message, tmp_path, capsys):
@@ -145,26 +151,72 @@ def test_summary_answers_in_six_lines(tmp_path, capsys):
     # Two layers of 218 M elements, and embedding and head of 525 M: 4 x 2 bytes, and 4 or 8 more.
     assert "memory, GB a GPU: weights and gradients 3.0, states 2.5 (AdamW 3.0)" in lines[1]
     assert lines[2].startswith("fits: ") and "of 9 GB are left" in lines[2]
-    assert len(lines) == 6 and "ExchangeSettings: newton_schulz auto" in lines[5]
+    assert len(lines) == 6 and lines[5].startswith("bound by Newton-Schulz, spread evenly")
 
 
-def test_memory_follows_the_sharding_strategy():
-    """Of a model of two ranks, by hand: bytes of weights and gradients, and of states."""
+def test_flags_that_change_nothing_under_fsdp2_are_refused(tmp_path, capsys):
+    """They would have changed the memory alone, or nothing; phi3 has no such matrices there."""
+    fused = _write(tmp_path, {**LLAMA, "model_type": "phi3"})
+    for flags, message in (
+        ("--preset llama3-8b --fsdp2 --hfsdp --muon-split-glu", "got --hfsdp, --muon-split-glu."),
+        (f"--hf {fused} --fsdp2", "got phi3, which fuses them"),
+        ("--preset llama3-8b --model-tflops 0", "--model-tflops: expected a positive number"),
+    ):
+        with pytest.raises(SystemExit):
+            main(flags.split())
+        assert message in capsys.readouterr().err
+
+
+def test_default_of_a_class_ties_the_output_layer(tmp_path):
+    """SmolLM3's file does not say it."""
+    config = {key: value for key, value in LLAMA.items() if not key.startswith("tie")}
+    is_untied = [
+        read_config(_write(tmp_path, {**config, "model_type": kind})).embedding_elements
+        for kind in ("llama", "smollm3")
+    ]
+    assert is_untied == [2 * 128256 * 4096, 128256 * 4096]
+
+
+def test_example_of_the_documents(tmp_path, capsys):
+    """What docs/performance.md shows is what its command prints."""
+    _write(tmp_path, GPT_OSS).rename(tmp_path / "gpt-oss-120b.json")
+    flags = f"--hf {tmp_path}/gpt-oss-120b.json --dp 512 --ep 8"
+    assert main(flags.split()) == 0
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert f"```\n{capsys.readouterr().out}```" in text
+    assert "--hf gpt-oss-120b.json --dp 512 --ep 8" in text
+
+
+@pytest.mark.parametrize("has_fp32", [True, False])
+def test_memory_follows_the_sharding_strategy(has_fp32):
+    """Of a model on two ranks, by hand: bytes of weights and gradients, states, and a step."""
     model = ModelShape(1, 8, 16, 2, 2, vocab_size=10)
-    (muon, adamw), _ = count_layers(model, Parallelism(1), is_fsdp2=False)
+    (muon, adamw), _ = count_layers(model, Parallelism(1))
     adamw += model.embedding_elements
-    total, states = muon + adamw, 4 * muon + 8 * adamw
+    total, states, of_gradient = muon + adamw, 4 * muon + 8 * adamw, 4 if has_fp32 else 2
     expected = {
-        "no_shard": (10 * total, states),
-        "optim": (6 * total + 2 * total, states // 2),
-        "optim_grads": (2 * total + 4 * total, states // 2),
-        "optim_grads_params": (5 * total, states // 2),
+        "no_shard": ((2 + of_gradient + 4) * total, 1),
+        "optim": ((2 + of_gradient + 2) * total, 2),
+        "optim_grads": ((2 + of_gradient // 2 + 2) * total, 2),
+        "optim_grads_params": ((1 + of_gradient // 2 + 2) * total, 2),
     }
-    for sharding, (in_model, in_states) in expected.items():
-        parallel = Parallelism(2, sharding=sharding)
-        memory = memory_of_a_rank(model, parallel, build_report(range(2), []), is_fsdp2=False)
-        assert (memory.model, memory.muon) == (in_model, in_states), sharding
-        assert memory.adamw == 8 * total // (1 if sharding == "no_shard" else 2)
+    nothing = build_report(range(2), [])
+    for sharding, (in_model, shards) in expected.items():
+        memory = memory_under_megatron_fsdp(
+            model, Parallelism(2, sharding=sharding), nothing, has_fp32_gradients=has_fp32
+        )
+        copies = 0 if has_fp32 else 4 * total // shards
+        assert memory == (in_model, states // shards, 8 * total // shards, copies, copies)
+
+
+def test_whole_experts_are_not_cut_under_fsdp2():
+    """Of eight experts 64 ranks hold one or none: memory was an eighth of the fullest rank's."""
+    model = ModelShape(1, 64, 128, 2, 2, num_experts=8, moe_ffn_hidden_size=128)
+    memory = memory_under_fsdp2(model, 64, build_report(range(64), []))
+    attention, expert, others = 4 * 64, 3 * 128 * 64, 8 // 8 * 64 + 2
+    assert memory.model == 8 * (attention + expert + others)
+    assert memory.muon == 4 * (attention + expert) + 8 * others
+    assert memory.step == 4 * (attention + expert)
 
 
 def _compare_plans(model: ModelShape, hsdp: int) -> list[str]:
@@ -179,14 +231,16 @@ def _compare_plans(model: ModelShape, hsdp: int) -> list[str]:
     world_size = dist.get_world_size()
     mesh = init_device_mesh(kind(), (hsdp, world_size // hsdp), mesh_dim_names=("r", "s"))
     mesh = mesh if hsdp > 1 else mesh["s"]
-    named = []
+    groups = []
     for layer in range(model.num_layers):
         for each in model.parameters_in_transformers(layer):
             module = torch.nn.Module()
             module.weight = torch.nn.Parameter(torch.zeros(each.shape, device=device()))
             fully_shard(module, mesh=mesh)
-            named.append((f"layers.{layer}.{each.name}", module.weight))
-    plans = Muon(named).engine.plans
+            named = [(f"layers.{layer}.{each.name}", module.weight)]
+            # As from_model splits gate and up.
+            groups.append({"params": named, **({"split_sizes": 2} if each.is_gated else {})})
+    plans = Muon(groups).engine.plans
     simulated = simulate_fsdp2(model, Parallelism(world_size, hsdp=hsdp))
     expected = [plan for plan in simulated if dist.get_rank() in plan.ranks]
     assert len(plans) == len(expected)
@@ -207,7 +261,8 @@ LATENT = ModelShape(
 
 def _compare_all() -> list[str]:
     init_group()
-    cases = [(SMALL, 1), (SMALL, 2), (dataclasses.replace(SMALL, num_experts=6), 1), (LATENT, 1)]
+    cases = [(SMALL, 1), (SMALL, 2), (LATENT, 1)]
+    cases += [(dataclasses.replace(SMALL, num_experts=number), 1) for number in (6, 2)]
     return [text for case in cases for text in _compare_plans(*case)]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.ranks import ROOT
 
+from megatron_muon.mcore.unsupported import UNSUPPORTED
 from megatron_muon.plan.__main__ import _parser, main
 
 DOCUMENTS = [
@@ -95,3 +96,10 @@ def test_plans_of_performance_are_those_of_today(flags: str, figures: str, capsy
         f"{report['min_step_ns'] / 1e6:.1f}",
         f"{report['max_staging_bytes'] / 1e9:.1f}",
     ]
+
+
+def test_refused_settings_are_documented() -> None:
+    """A setting that is refused has its row in docs/support.md, with reason and advice."""
+    documented = (ROOT / "docs" / "support.md").read_text().replace("`", "")
+    rows = [f"| {row.flag} | {row.reason} | {row.instead} |" for row in UNSUPPORTED]
+    assert [row for row in rows if row.replace("`", "") not in documented] == []

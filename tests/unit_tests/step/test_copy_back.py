@@ -111,7 +111,7 @@ def test_copies_may_be_late_as_long_as_nobody_waits(dtype, nesterov, is_late):
     with _streams_of_a_gpu(is_late) as streams:
         found = _stepped(**options, offload_momentum=True)
     assert all(map(torch.equal, found, expected))
-    # All of them ran, and two chunks were in flight.
+    # All of them ran, and two portions were in flight.
     assert not streams.queue and streams.num_copies > 2 * NUM_STEPS
     assert streams.most_waiting == 2 * is_late
     # Memory in which momentum was rounded is Newton-Schulz's: only float32 is copied beside it.

@@ -67,7 +67,7 @@ def test_what_is_missing_or_other_is_named(owner, name, value, expected, monkeyp
     assert problem in str(caught.value) and not is_enabled()
 
 
-def _import_error(package: str, error: Exception | None) -> str:
+def _import_error(package: str, error: Exception | None) -> list[str]:
     """Import as a new process does, though the server of ranks has imported all.
 
     Args:
@@ -89,11 +89,17 @@ def _import_error(package: str, error: Exception | None) -> str:
         if name.partition(".")[0] in forgotten:
             del sys.modules[name]
     sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
-    try:
-        import_module("megatron_muon.fsdp2")
-    except ImportError as raised:
-        return str(raised)
-    return "imported"
+    said = []
+    for call in (
+        lambda: import_module("megatron_muon.fsdp2"),
+        lambda: import_module("megatron_muon").enable(),
+    ):
+        try:
+            call()
+        # Classes of the package were imported anew.
+        except Exception as raised:
+            said.append(str(raised))
+    return said
 
 
 @pytest.mark.ranks
@@ -111,10 +117,13 @@ def test_import_names_all_that_is_missing_or_its_cause(package, error, expected)
 
     Without absl-py ten symbols of the right release were missing, and absl was not named.
     """
-    (said,) = run_ranks(1, _import_error, package, error).check().results
-    assert all(text in said for text in expected)
-    assert ("expected its import to work" in said) == (error is not None)
-    assert ("got none in" in said) == (error is None)
+    (found,) = run_ranks(1, _import_error, package, error).check().results
+    assert len(found) == 2
+    for said in found:
+        assert all(text in said for text in expected)
+        assert ("absl-py (pip install absl-py)" in said) == (error is not None)
+        assert ("expected its import to work" in said) == (error is not None)
+        assert ("got none in" in said) == (error is None)
 
 
 def _build_on_a_torch_without(name: str) -> str:
