@@ -33,7 +33,7 @@ WIDTHS, SEEDS = (64, 128), (0, 1, 2)
 SCALES = {"Muon, match_adamw": "match_adamw", "Muon, spectral": "spectral"}
 RATES = {
     "AdamW": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
-    "Muon, match_adamw": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+    "Muon, match_adamw": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     "Muon, spectral": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
 }
 COLORS = {"AdamW": "#d55e00", "Muon, match_adamw": "#0072b2", "Muon, spectral": "#009e73"}
@@ -273,7 +273,7 @@ def draw(points: Points) -> str:
             parts.append(f'<path d="M{left},{y}h{panel - 20}" stroke="#e4e4e4"/>')
             if number == 0:
                 parts.append(f'<text x="52" y="{y}" text-anchor="end">{tenth / 10:.1f}</text>')
-        for rate in rates[::2]:
+        for rate in rates[1:-1:2]:
             x = place(number, rate, low).partition(",")[0]
             parts.append(f'<text x="{x}" y="320" text-anchor="middle">{rate:g}</text>')
         for (optimizer, of_width), curve in curves.items():
