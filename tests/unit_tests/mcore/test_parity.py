@@ -292,7 +292,7 @@ def test_megatrons_example_trains_with_muon():
     """Two of its flags change where weights are, and no bit of the losses."""
     flags = EXAMPLE.split()
     losses = launch(2, flags).check().losses
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.05
     more = ("--init-model-with-meta-device", "--fsdp-double-buffer")
     assert launch(2, [*flags, *more]).check().losses == losses
 
