@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,7 +170,8 @@ def train_all(runs: Sequence[Run], file: Path, workers: int) -> dict[Run, dict[s
     """Train what is missing in a file, and append it."""
     results, start = finished(file), time.monotonic()
     missing = [run for run in runs if run not in results]
-    with ProcessPoolExecutor(workers) as pool:
+    # Not forked: the caller may have run a backward pass.
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         futures = [pool.submit(train, run) for run in missing]
         for number, future in enumerate(as_completed(futures), 1):
             result = future.result()
