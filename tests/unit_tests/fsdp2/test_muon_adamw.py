@@ -147,3 +147,17 @@ def test_parameters_may_become_shards_before_the_first_step():
     A change after that is an error on all ranks, and a vector is not given to AdamW in silence.
     """
     run_ranks(2, _late).check()
+
+
+def test_summary_numbers_parameters_as_errors_do():
+    """Each group had begun again at zero."""
+    shapes = {"muon": (2, 2), "adamw": (3,)}
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(shape))], "algorithm": name}
+        for name, shape in shapes.items()
+    ]
+    lines = MuonAdamW(groups).summary().splitlines()
+    assert [line.split("  ")[:3] for line in lines] == [
+        ["parameter 0", "(2, 2)", "muon"],
+        ["parameter 1", "(3,)", "adamw"],
+    ]
