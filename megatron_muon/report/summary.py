@@ -149,10 +149,10 @@ def memory_under_fsdp2(model: ModelShape, num_shards: int, report: Report) -> Me
     matrices = [p for layer in layers for p in model.parameters_in_transformers(layer)]
     dense = [p for layer in layers for p in model.dense_parameters(layer, Splits())]
     others = [p for p in dense if len(p.shape) == 1 or p.name.endswith("router.weight")]
-    embedding = Parameter("router.weight", (model.vocab_size, model.hidden_size))
+    embedding = Parameter("embedding", (model.vocab_size, model.hidden_size))
     others += [embedding] * (2 if model.untie_embeddings_and_output_weights else 1)
     muon = count_elements(matrices, num_shards=num_shards).muon
-    adamw = count_elements(others, num_shards=num_shards, is_fsdp2=True).adamw
+    adamw = sum(count_elements(others, num_shards=num_shards))
     return Memory(
         model=2 * _FP32 * (muon + adamw),
         muon=_FP32 * (muon + 2 * adamw),

@@ -153,7 +153,7 @@ class Engine:
             runner.connect()
 
     def check_kernels(self) -> None:
-        """Compare backends with custom kernels with their reference in torch.
+        """Compare custom kernels of backends with their reference in torch.
 
         It runs once for each shape of this rank's stacks, without other ranks, and compiles the
         kernels: otherwise the first step would wait for it.
