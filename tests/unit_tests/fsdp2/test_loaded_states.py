@@ -282,11 +282,23 @@ def _load_with_an_idle_rank() -> None:
     assert sums == ([] if is_idle else [16.0])
 
 
+def _load_faulty_groups() -> None:
+    """Without state nothing is planned, and rank 1 has groups of another model."""
+    _, optimizer = _two("ab", lr=0.5)
+    state = _two("ab")[1].state_dict()
+    if torch.distributed.get_rank() == 1:
+        state["param_groups"][0]["param_names"] = ["a", "c"]
+    with pytest.raises(RuntimeError, match="group 0: expected settings of one group"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def _load_on_two_ranks() -> None:
     init_group()
     for form, to_muon in itertools.product(("nested", "flat"), (True, False)):
         _load_moved(form, to_muon)
     _load_faulty()
+    _load_faulty_groups()
     _load_with_an_idle_rank()
 
 
