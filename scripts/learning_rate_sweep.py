@@ -229,8 +229,9 @@ def tables(results: dict[Run, dict[str, Any]], steps: int) -> Iterator[str]:
         goal = _mean_curve(results, "AdamW", width, best_rate(points, "AdamW", width))[-1]
         curve = _mean_curve(results, optimizer, width, rate)
         reached = next((i + 1 for i, loss in enumerate(curve) if loss <= goal), None)
+        within = f"{reached} of {steps}" if reached else f"not in {steps}"
         losses = ", ".join(f"{loss:.3f}" for loss in sorted(points[optimizer, width][rate]))
-        yield f"| {optimizer}, {width} | {rate:g} | {losses} | {reached or 'not'} of {steps} |"
+        yield f"| {optimizer}, {width} | {rate:g} | {losses} | {within} |"
 
 
 def _mean_curve(
