@@ -54,7 +54,7 @@ def build_muon(model: Any, **options: Any) -> Any:
     """Build Muon with Nesterov, weight decay and clipping, and Lion for other parameters.
 
     Args:
-        model: See :func:`build_gpt`.
+        model: See ``build_gpt()``.
         **options: Arguments of ``build_megatron_fsdp_emerging_optimizer``.
     """
     from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides

@@ -234,7 +234,7 @@ COLUMNS = (
 
 
 def row_of(name: str, of: dict[str, float]) -> list[str]:
-    """Return the cells of a job, by :data:`COLUMNS`."""
+    """Return the cells of a job, by ``COLUMNS``."""
     return [
         name,
         f"{of['parameters']}, {of['held']} with rows",

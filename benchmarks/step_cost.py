@@ -7,7 +7,7 @@
 The model is a GPT of 8 layers of hidden 128 under Megatron-FSDP ``optim_grads_params``: 32
 matrices, of which query, key and value are split into three blocks. Muon has Nesterov, weight decay
 and gradient clipping, and sends bf16; Lion updates the other parameters. Counted is the second
-``optimizer.step()`` of rank 0, as :mod:`counting` defines operations, bytes and host reads.
+``optimizer.step()`` of rank 0, as ``counting`` defines operations, bytes and host reads.
 
 "A matrix" divides by the 32 matrices of the model, "an element" by the elements of them that rank 0
 holds. Megatron-FSDP is left out, which reduces gradients before the step and gathers parameters

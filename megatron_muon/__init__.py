@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for Megatron-FSDP: whole-matrix orthogonalization of row-sharded momentum.
 
-Importing this package changes nothing. :func:`enable` patches an installed megatron-core so that
-``--optimizer muon --use-megatron-fsdp`` trains; :func:`disable` reverts the patches. docs/api.md
+Importing this package changes nothing. ``enable()`` patches an installed megatron-core so that
+``--optimizer muon --use-megatron-fsdp`` trains; ``disable()`` reverts the patches. docs/api.md
 describes the public names.
 
 Parts, each importing only those above it::

@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def launch(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
-    """Run :func:`main`, with errors in torchrun's summary.
+    """Run ``main()``, with errors in torchrun's summary.
 
     Args:
-        argv: See :func:`main`.
-        enable_cpu_ranks: See :func:`main`.
+        argv: See ``main()``.
+        enable_cpu_ranks: See ``main()``.
 
     Returns:
-        Exit status: of :func:`main`, 0 if the script exits without one, as Megatron does after
-        ``--exit-interval``, or 1 after a :class:`UserError`, with its message but no traceback.
+        Exit status: of ``main()``, 0 if the script exits without one, as Megatron does after
+        ``--exit-interval``, or 1 after a ``UserError``, with its message but no traceback.
         Other errors, and other exits of the script, propagate.
     """
     from torch.distributed.elastic.multiprocessing.errors import record

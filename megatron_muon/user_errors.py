@@ -5,7 +5,7 @@
 They are raised before training, on all ranks, with advice.
 
 Errors of code that plain FSDP2 runs too name arguments, such as ``exchange.comm_dtype``;
-:func:`naming_flags` puts Megatron's flags in their place.
+``naming_flags()`` puts Megatron's flags in their place.
 """
 
 import re

@@ -86,7 +86,7 @@ def train(
         ranks: Processes on this machine.
         arguments: Megatron's flags.
         script: The script.
-        on_cpu: Run on CPU ranks, by :mod:`cpu_ranks`, in place of GPUs.
+        on_cpu: Run on CPU ranks, by ``cpu_ranks``, in place of GPUs.
         environment: Variables to set beside those of this process.
         log_file: Where the command and all that the ranks print goes.
         on_iteration: Called after each iteration.

@@ -38,7 +38,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 class Conversion(dcp.DefaultSavePlanner):
     """Plan of a checkpoint; values are read and converted while they are written.
 
-    Torch computes a value by :meth:`lookup_object` when it writes it, so that one is in memory.
+    Torch computes a value by ``lookup_object()`` when it writes it, so that one is in memory.
 
     Args:
         source: Checkpoint to convert.

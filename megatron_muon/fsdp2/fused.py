@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     """Layout of a matrix.
 
     Args:
-        split_sizes: See :func:`~megatron_muon.rows.matrices.output_slices`.
+        split_sizes: See ``output_slices()``.
         is_transposed: Whether it is (inputs, outputs).
         is_unclear: Whether its name says that it is fused, and nothing states the sizes.
     """

@@ -71,7 +71,7 @@ def agree_to_step(
     """Agree on all ranks to step, and return the parameters without a gradient on any rank.
 
     Args:
-        holders: Parameters of this rank, of :func:`by_holders`.
+        holders: Parameters of this rank, of ``by_holders()``.
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
         known_problems: Other problems of this rank, as sentences.

@@ -184,7 +184,7 @@ def choose(
     flatten: bool = False,
     splits: Mapping[str, SplitSizes] | None = None,
 ) -> list[Choice]:
-    """Choose algorithm and layout of all trainable parameters; see :func:`parameter_groups`."""
+    """Choose algorithm and layout of all trainable parameters; see ``parameter_groups()``."""
     occurrences, splits = _occurrences(model), splits or {}
     own_names = set(elementwise_names).difference(ELEMENTWISE_NAMES)
     # With patterns of their own, users choose heads and routers.
@@ -296,7 +296,7 @@ def parameter_groups(
     flatten: bool = False,
     splits: Mapping[str, SplitSizes] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups of a model's trainable parameters for :class:`MuonAdamW`.
+    """Return parameter groups of a model's trainable parameters for ``MuonAdamW``.
 
     Muon gets the weights of linear layers, other 2-D weights of modules that keep them, and batches
     of experts. The other algorithm gets vectors, embeddings and parameters shared with them, heads,
@@ -335,7 +335,7 @@ def parameter_groups(
 def as_groups(
     choices: Iterable[Choice], elementwise_options: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Return the groups of parameters; see :func:`parameter_groups`."""
+    """Return the groups of parameters; see ``parameter_groups()``."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for choice in choices:
         is_muon = choice.algorithm == "muon"

@@ -74,14 +74,14 @@ class Muon(WholeMatrixMuon):
         newton_schulz: Orthogonalizes stacks ``(num_matrices, rows, cols)`` of float32 matrices in
             place of Newton-Schulz. Matrices are then sent in fp32, and not split.
         adaptive: Divides results by second moments: ``normuon``, ``namo`` or ``adamuon`` of
-            emerging-optimizers' ``AdaptiveMuon``; or a :class:`StackMethod`.
+            emerging-optimizers' ``AdaptiveMuon``; or a ``StackMethod``.
         beta2: Decay rate of the second moment.
         eps: Lower bound of its divisor.
         momentum_dtype: bfloat16 halves the memory of momentum. It is averaged in float32, and
             rounded once a step.
         offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
             and back, and the host waits for it in the end.
-        others: Parameter groups of another optimizer, as in :class:`MuonAdamW`: their gradients are
+        others: Parameter groups of another optimizer, as in ``MuonAdamW``: their gradients are
             checked too.
 
     Attributes:
@@ -94,10 +94,8 @@ class Muon(WholeMatrixMuon):
             (see docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters
             or plans.
 
-    Communication: at construction see :func:`~megatron_muon.step.plan_inputs.find_plan_inputs` and
-        :func:`~megatron_muon.runtime.engine_builder.build_engine`. In a step see
-        :func:`~megatron_muon.fsdp2.gradients.agree_to_step` and
-        :class:`~megatron_muon.runtime.engine.Engine`.
+    Communication: at construction see ``find_plan_inputs()`` and ``build_engine()``.
+        In a step see ``agree_to_step()`` and ``Engine``.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
         one more for parameters in bfloat16, against lost updates. While a step runs, another one
         for results, and staging memory. With ``CPUOffloadPolicy`` all but staging is in CPU memory.
@@ -203,14 +201,14 @@ class Muon(WholeMatrixMuon):
         self._is_built = True
 
     def record_metrics(self, is_on: bool = True) -> None:
-        """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""
+        """Record metrics of every step for ``last_metrics()``, by a pass over its tensors."""
         self.muon_step.record_metrics(is_on)
 
     def last_metrics(self) -> StepMetrics:
         """Return the metrics of the last step; called by all ranks that step together.
 
         Raises:
-            RuntimeError: :meth:`record_metrics` was not called.
+            RuntimeError: ``record_metrics()`` was not called.
 
         Communication: a gather of objects. The host waits for the device.
         """

@@ -31,10 +31,10 @@ _CHANGED = (
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Step matrices with :class:`Muon`, and other parameters with torch's ``AdamW``, or Lion.
+    """Step matrices with ``Muon``, and other parameters with torch's ``AdamW``, or Lion.
 
     A trainer that takes one optimizer takes this one. It may be built before the model is sharded:
-    the exchange of matrices is planned at the first :meth:`step`, or when a state is loaded, by all
+    the exchange of matrices is planned at the first ``step()``, or when a state is loaded, by all
     ranks together; errors of parameters come then. Until the first step, parameters may be replaced
     in their groups, groups added, and the optimizer copied and pickled.
 
@@ -42,34 +42,34 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. A group may have
-            ``algorithm``: ``muon``, the default, with the keys of :class:`Muon`; ``adamw``,
+            ``algorithm``: ``muon``, the default, with the keys of ``Muon``; ``adamw``,
             with the keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to
-            :attr:`algorithms`: groups then equal the groups of :class:`Muon` and AdamW, so that
+            ``algorithms``: groups then equal the groups of ``Muon`` and AdamW, so that
             states of the two separate optimizers load.
         lr: Learning rate, also of AdamW's groups that have none.
         momentum: Weight of Muon's momentum.
         weight_decay: Coefficient, also of AdamW's groups that have none.
-        scale_mode: See :class:`Muon`; with ``match_adamw`` one learning rate fits both.
-        nesterov: See :class:`Muon`.
+        scale_mode: See ``Muon``; with ``match_adamw`` one learning rate fits both.
+        nesterov: See ``Muon``.
         betas: See AdamW and Lion.
         eps: See AdamW.
         foreach: See AdamW.
         fused: See AdamW.
-        muon_options: Other arguments of :class:`Muon`, among them ``exchange`` and, for plain
+        muon_options: Other arguments of ``Muon``, among them ``exchange`` and, for plain
             tensors, ``process_group`` and ``tensor_group``.
 
     Attributes:
         algorithms: Algorithms by parameter group.
         muon: The optimizer of matrices; None before their exchange is planned.
-        fresh_if_moved: See :class:`Muon`.
+        fresh_if_moved: See ``Muon``.
 
     Raises:
-        TypeError: An unknown argument, or a list that :class:`Muon` would not take.
+        TypeError: An unknown argument, or a list that ``Muon`` would not take.
         ValueError: An unknown algorithm, a parameter twice, or an argument that AdamW refuses.
 
-    Communication: none at construction. Steps as :class:`Muon`; the first step or load also as its
+    Communication: none at construction. Steps as ``Muon``; the first step or load also as its
         construction. AdamW and Lion communicate nothing.
-    Memory: as :class:`Muon` for its parameters; two tensors per parameter for AdamW, one for Lion.
+    Memory: as ``Muon`` for its parameters; two tensors per parameter for AdamW, one for Lion.
     """
 
     # torch.amp.GradScaler then always calls step(), which refuses it.
@@ -126,16 +126,16 @@ class MuonAdamW(torch.optim.Optimizer):
         splits: Mapping[str, SplitSizes] | None = None,
         **options: Any,  # noqa: ANN401 - of __init__, by name
     ) -> Self:
-        """Build it for a model, with the groups of :func:`parameter_groups`.
+        """Build it for a model, with the groups of ``parameter_groups()``.
 
         Args:
             model: The model.
             lr: Learning rate.
-            elementwise_names: See :func:`parameter_groups`.
-            elementwise: See :func:`parameter_groups`.
-            elementwise_options: See :func:`parameter_groups`.
-            flatten: See :func:`parameter_groups`.
-            splits: See :func:`parameter_groups`.
+            elementwise_names: See ``parameter_groups()``.
+            elementwise: See ``parameter_groups()``.
+            elementwise_options: See ``parameter_groups()``.
+            flatten: See ``parameter_groups()``.
+            splits: See ``parameter_groups()``.
             options: Other arguments of the class.
         """
         choices = choose(
@@ -243,8 +243,8 @@ class MuonAdamW(torch.optim.Optimizer):
             The loss of the closure.
 
         Raises:
-            RuntimeError: As :meth:`Muon.step`, with nothing updated; at the first step also as the
-                construction of :class:`Muon`.
+            RuntimeError: As ``Muon.step()``, with nothing updated; at the first step also as the
+                construction of ``Muon``.
         """
         loss = None
         if closure is not None:
@@ -278,10 +278,10 @@ class MuonAdamW(torch.optim.Optimizer):
                 only the groups are taken, and nothing is planned.
 
         Raises:
-            RuntimeError: As :meth:`Muon.load_state_dict`, or as the construction of :class:`Muon`.
+            RuntimeError: As ``Muon.load_state_dict()``, or as the construction of ``Muon``.
 
         Communication: a flag over the ranks that step together; at first also two gathers of
-            objects over the job, and the construction of :class:`Muon`.
+            objects over the job, and the construction of ``Muon``.
         """
         # A rank without parameters and state plans with the others.
         if self.muon is not None or any(gather_objects(bool(state_dict.get("state", True)))):

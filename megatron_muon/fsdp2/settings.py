@@ -21,7 +21,7 @@ from megatron_muon.step.second_moments import SecondMoments, method_problems
 
 @dataclass(frozen=True, kw_only=True)
 class MuonArguments:
-    """Keyword arguments of :class:`~megatron_muon.fsdp2.Muon`; see there."""
+    """Keyword arguments of ``Muon``; see there."""
 
     nesterov: bool
     weight_decay_method: str

@@ -63,10 +63,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     Raises:
         TypeError: A model chunk is not a Megatron-FSDP ``FullyShardedDataParallel``.
-        ValueError: See :class:`~megatron_muon.step.muon_step.MuonStep`.
+        ValueError: See ``MuonStep``.
         RuntimeError: See there.
 
-    Communication: at construction see :class:`~megatron_muon.step.muon_step.MuonStep`. Each
+    Communication: at construction see ``MuonStep``. Each
         step one flag over all ranks, the norm and zero count over the optimizers'
         gradient-statistics groups, and what Muon and Megatron-FSDP exchange.
     """
@@ -135,7 +135,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """Return the norm of all gradients, and find out whether all of them are finite.
 
         Raises:
-            RuntimeError: As :meth:`step_with_ready_grads`, if the host reads the norm.
+            RuntimeError: As ``step_with_ready_grads()``, if the host reads the norm.
 
         Communication: upstream's, and one all-reduce of a float32 over all ranks of the job.
         """
@@ -162,7 +162,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         return norm
 
     def _raise_where_gradients_fail(self) -> None:
-        """Raise on all ranks where one has a problem; see :meth:`step_with_ready_grads`.
+        """Raise on all ranks where one has a problem; see ``step_with_ready_grads()``.
 
         Communication: one all-reduce of a single int32 over all ranks of the job, if the norm is
             unknown or found a problem.
@@ -205,7 +205,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             in gradients where ``log_num_zeros_in_grad`` is set.
 
         Raises:
-            RuntimeError: As :meth:`step_with_ready_grads`.
+            RuntimeError: As ``step_with_ready_grads()``.
         """
         try:
             result = super().step()
@@ -298,7 +298,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         return checkpoint_state.pack(self.chained_optimizers, self._state_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Fill the optimizers from :meth:`state_dict` of a run on the same ranks.
+        """Fill the optimizers from ``state_dict()`` of a run on the same ranks.
 
         Learning rate, weight decay and step count are loaded from the group settings, and with
         ``--use-checkpoint-opt_param-scheduler`` also ``max_lr`` and ``min_lr``. The rest, such as
@@ -312,7 +312,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 Nothing was loaded.
 
         Communication: one all-reduce of a single int32 over all ranks of the job; see also
-            :meth:`MuonStep.collect_moments`.
+            ``MuonStep.collect_moments()``.
         """
         arguments = self.chained_optimizers, self._state_names, state_dict
         checkpoint_state.raise_where_state_does_not_fit(*arguments)
@@ -329,7 +329,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         is_loading: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return :meth:`state_dict`, which is saved, or filled in place when loading.
+        """Return ``state_dict()``, which is saved, or filled in place when loading.
 
         Unlike upstream, no step creates the state: it exists from construction.
 
@@ -361,7 +361,7 @@ def _count_problems(
 
     Args:
         norm: Norm of the gradients; one that is not finite is a problem.
-        others: Gradients of :func:`_uncounted_parameters`.
+        others: Gradients of ``_uncounted_parameters()``.
         num_problems: Number of known problems of this rank.
         device: Device of the result.
 

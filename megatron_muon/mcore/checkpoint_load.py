@@ -153,7 +153,7 @@ def _adapt(
     """Adapt a state dict to the entries of a checkpoint.
 
     Args:
-        state_dict: Gets the checkpoint, for :func:`rename_and_compare`, and a stored random
+        state_dict: Gets the checkpoint, for ``rename_and_compare()``, and a stored random
             state: there is one per stage and tensor-parallel rank, and a missing one is replaced by
             another.
         checkpoint: The checkpoint.

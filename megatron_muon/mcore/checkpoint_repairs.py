@@ -162,7 +162,7 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
     hang. For loading, upstream creates state by a step with zero gradients, and so decays the
     weights of a run without a checkpoint.
 
-    Communication: see :func:`agree_on_step`.
+    Communication: see ``agree_on_step()``.
     """
 
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:

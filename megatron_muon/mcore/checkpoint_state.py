@@ -177,7 +177,7 @@ def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
 def agree_on_step(child: MegatronOptimizer) -> None:
     """Set the lagging step counters of empty shards to the value of other ranks.
 
-    Only upstream's Adam needs it: it does not call :func:`count_step_of_empty_shards`.
+    Only upstream's Adam needs it: it does not call ``count_step_of_empty_shards()``.
 
     Args:
         child: Optimizer that exists on every rank, and steps all its parameters together.
@@ -220,7 +220,7 @@ def raise_where_state_does_not_fit(
     names: Mapping[torch.Tensor, str],
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Check on all ranks together that a state dict has the layout of :func:`pack` on this rank.
+    """Check on all ranks together that a state dict has the layout of ``pack()`` on this rank.
 
     Args:
         children: Optimizers with complete state.
@@ -292,10 +292,10 @@ def unpack(
     names: Mapping[torch.Tensor, str],
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Fill the optimizers from a state dict that passed :func:`raise_where_state_does_not_fit`.
+    """Fill the optimizers from a state dict that passed ``raise_where_state_does_not_fit()``.
 
     Tensors are copied into the existing ones, unless they are the same: the tensors of
-    :func:`pack`, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
+    ``pack()``, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
     change in training are loaded (learning rate, weight decay, step count), and ``max_lr`` and
     ``min_lr`` with ``--use-checkpoint-opt_param-scheduler``. The others come from the flags of this
     run; a warning names differences.

@@ -91,7 +91,7 @@ class ShardedChunk:
         return self._outer_reductions.take_problems() if self._outer_reductions is not None else []
 
     def restore_gradients(self) -> None:
-        """Revert :meth:`finish_gradients` after a step."""
+        """Revert ``finish_gradients()`` after a step."""
 
     def install_weights(self) -> None:
         """Clip the main weights by QK-clip, if it is on, and update the compute weights."""

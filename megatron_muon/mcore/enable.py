@@ -52,7 +52,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Revert the patches of :func:`enable`; do nothing if it was not called.
+    """Revert the patches of ``enable()``; do nothing if it was not called.
 
     Raises:
         RuntimeError: A target was wrapped again since; nothing was restored.
@@ -62,7 +62,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Return whether :func:`enable` was called."""
+    """Return whether ``enable()`` was called."""
     return bool(_applied)
 
 

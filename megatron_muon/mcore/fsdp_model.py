@@ -158,7 +158,7 @@ def sharded_module(chunk: FSDPModel) -> Any:
 
 
 def sharded_parameters(module: Any) -> dict[str, FSDPParameter]:
-    """Return the parameters of a :func:`sharded_module` by their bare names, after a step too."""
+    """Return the parameters of a ``sharded_module()`` by their bare names, after a step too."""
     buffers = getattr(module, "param_and_grad_buffer", None)
     named = buffers.optimizer_named_parameters if buffers else module.named_parameters()
     return {bare_name(name): param for name, param in named}

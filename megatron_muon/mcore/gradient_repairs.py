@@ -40,7 +40,7 @@ def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., 
 
     Gradients are reduced through the helper buffer: without the factor of 1 / dp they are dp times
     too large. Over one inner rank, the helper of gradients must be a sharded buffer for the reason
-    that :func:`scale_each_microbatch_once` gives.
+    that ``scale_each_microbatch_once()`` gives.
     """
 
     def _create_hfsdp_helper_buffer(

@@ -14,7 +14,7 @@ class MetricsLog:
         muon_step: Step whose metrics are recorded.
 
     Communication: at each of these iterations a gather of objects, see
-        :meth:`MuonStep.last_metrics`.
+        ``MuonStep.last_metrics()``.
     """
 
     def __init__(self, muon_step: MuonStep) -> None:

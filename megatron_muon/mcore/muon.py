@@ -29,9 +29,9 @@ from megatron_muon.user_errors import in_flags, naming_flags
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     """Muon for DTensor parameters whose rows Megatron-FSDP shards over data-parallel ranks.
 
-    :func:`build_muon_step` builds its step: the momentum of this rank's rows is updated, whole
+    ``build_muon_step()`` builds its step: the momentum of this rank's rows is updated, whole
     matrices are orthogonalized, and this rank's rows of the results are subtracted. A step equals
-    that of :class:`TensorParallelMuon` on the unsharded model, because momentum, Nesterov and
+    that of ``TensorParallelMuon`` on the unsharded model, because momentum, Nesterov and
     weight decay are elementwise.
 
     Parameters that every rank holds whole (``no_shard``) are stepped by this class too: the parent
@@ -40,7 +40,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
         tensor_shards: Shard of every parameter on its tensor-parallel rank, with the boxes of
-            ranks; see :func:`~megatron_muon.rows.parameters.tensor_shard_of`.
+            ranks; see ``tensor_shard_of()``.
         device: Device of the shards; None for the parameters' own. A pipeline stage may have no
             parameters.
         momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
@@ -52,7 +52,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             the tensor-parallel-local shape of its parameter, also before it is divided. None: Muon.
         beta2: Decay rate of the second moment.
         eps: Keeps the divisor from zero.
-        **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
+        **muon_kwargs: Arguments of ``TensorParallelMuon``.
 
     Raises:
         ValueError: Unknown method, or weight decay in gradients whose norms namo averages.
@@ -61,7 +61,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     weights and the gradients of a unit in one buffer each, and the momentum has the same order.
 
     Memory: one momentum element per local parameter element, all of a parameter group in one
-        allocation, and the state of :class:`TensorParallelMoments`. Gradients are overwritten:
+        allocation, and the state of ``TensorParallelMoments``. Gradients are overwritten:
         their memory serves as scratch, and holds the update in the end. A copy of them would need
         as much memory as the momentum.
     """
@@ -210,7 +210,7 @@ def build_muon_step(
         gradients_stay: Whether gradients are in the same memory in every step.
 
     Raises:
-        RuntimeError: On all ranks; see :class:`~megatron_muon.step.muon_step.MuonStep`. One has a
+        RuntimeError: On all ranks; see ``MuonStep``. One has a
             parameter without a layout, or of another local shape.
     """
     first, is_bf16 = optimizers[0], optimizers[0].fp32_matmul_prec == "medium"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Patches that :func:`megatron_muon.enable` applies to megatron-core."""
+"""Patches that ``megatron_muon.enable()`` applies to megatron-core."""
 
 from megatron_muon.mcore import (
     arguments,

@@ -69,7 +69,7 @@ def symbol_problems(symbol: str, source_lines: Sequence[str] = ()) -> list[str]:
 
     Args:
         symbol: "module:name".
-        source_lines: As in :class:`Patch`.
+        source_lines: As in ``Patch``.
     """
     try:
         installed = pkgutil.resolve_name(symbol)
@@ -111,7 +111,7 @@ def apply_all(patches: Sequence[Patch]) -> None:
 
 
 def revert_all(patches: Sequence[Patch]) -> None:
-    """Restore the originals of patches that :func:`apply_all` applied.
+    """Restore the originals of patches that ``apply_all()`` applied.
 
     Raises:
         RuntimeError: A target is no longer our replacement; nothing was restored.

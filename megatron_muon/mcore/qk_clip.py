@@ -50,13 +50,13 @@ def clip_row_shards(fsdp_module: Any) -> None:
     Attention records maximum logits since the last call. They are reset.
 
     Args:
-        fsdp_module: The :func:`sharded_module` of a chunk, whose main weights have been stepped.
+        fsdp_module: The ``sharded_module()`` of a chunk, whose main weights have been stepped.
 
     Raises:
         SettingsError: Upstream's clip fails for the configuration.
         RuntimeError: Attention records no logits.
 
-    Communication: see :func:`_reduced`; clipping itself is local.
+    Communication: see ``_reduced()``; clipping itself is local.
     """
     # Megatron-FSDP's own, as the model inside may be a module without one.
     config: Any = getattr(fsdp_module, "config", None)
@@ -83,7 +83,7 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
     For a model that Megatron-FSDP wraps it returns the largest attention logit since the last call,
     at least 0.
 
-    Communication: with ``log_max_only``, where nothing was clipped, see :func:`_reduced`.
+    Communication: with ``log_max_only``, where nothing was clipped, see ``_reduced()``.
     """
 
     @torch.no_grad()

@@ -341,7 +341,7 @@ def unsupported_settings(
     Args:
         settings: Names and values as Megatron's arguments and configurations spell them; a name
             that is absent counts as not requested.
-        rows: Table of refusals; :data:`FSDP_UNSUPPORTED` with another optimizer than Muon.
+        rows: Table of refusals; ``FSDP_UNSUPPORTED`` with another optimizer than Muon.
 
     Returns:
         A sentence for each refused setting: value, reason and advice.
@@ -354,7 +354,7 @@ def raise_where_refused(optimizer: object, refusals: Sequence[str]) -> None:
 
     Args:
         optimizer: Value of ``--optimizer``.
-        refusals: Sentences of :func:`unsupported_settings`.
+        refusals: Sentences of ``unsupported_settings()``.
 
     Raises:
         SettingsError: With all of them.

@@ -65,7 +65,7 @@ class Backend(ABC):
     Attributes:
         name: Its name in flags.
         reference: For kernels that are not torch's, the backend whose results they must match, up
-            to rounding; see :meth:`check`.
+            to rounding; see ``check()``.
         is_batched: Whether all matrices of a stack share its launches.
         workspace: Memory that a call needs beside its stack, at most: tensors of the size of the
             stack, its result included, and tensors of n x n a matrix, n the shorter side.
@@ -96,7 +96,7 @@ class Backend(ABC):
         return []
 
     def workspace_bytes(self, stack: "torch.Tensor", whole_shape: tuple[int, int]) -> int:
-        """Return the memory that :meth:`run` needs beside a stack of matrices or parts, at most."""
+        """Return the memory that ``run()`` needs beside a stack of matrices or parts, at most."""
         stacks, squares = self.workspace
         # A part of a matrix may be shorter than the matrix, whose Gram matrix it has.
         num_elements = stacks * stack.numel() + squares * stack.shape[0] * min(whole_shape) ** 2
@@ -114,7 +114,7 @@ class Backend(ABC):
             Same shape and dtype, in new memory; bf16-valued with ``settings.is_bf16``.
 
         Communication: with ``parts_group`` an all-reduce of the norm unless the stack is
-            normalized, and the all-reduces of ``n * n`` elements that :meth:`work` counts.
+            normalized, and the all-reduces of ``n * n`` elements that ``work()`` counts.
         """
 
     def check(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> None:

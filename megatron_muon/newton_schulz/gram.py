@@ -11,7 +11,7 @@ R is n x n, n the shorter side: the longer m is, the more is saved.
 
 Rounding moves the eigenvalues of R, so a small one may become negative, and every step then moves
 it further: too many steps diverge. A restart multiplies X by Q, and begins again with a Gram matrix
-without negative eigenvalues. The steps between restarts are a segment; :func:`segments_of` has a
+without negative eigenvalues. The steps between restarts are a segment; ``segments_of()`` has a
 table of them.
 
 It needs the precision of fp16 with fp32 sums on a GPU: on many matrices, errors in bf16 are three
@@ -65,7 +65,7 @@ class Gram(Backend):
     flops_of_products: ClassVar[tuple[int, int]] = (4, 2)
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
-        """Count the work of one owner; see :meth:`Backend.work`. Splitting only divides m."""
+        """Count the work of one owner; see ``Backend.work()``. Splitting only divides m."""
         # A step has the products R^2, Q P and two for P R P. The first one of a segment has no Q
         # yet, and the last one needs no new R.
         num_square = sum(4 * steps - 3 for steps in segments)
@@ -78,9 +78,9 @@ class Gram(Backend):
         return 2 if stack.dtype.itemsize == 2 and stack.device.type == "cuda" else 4
 
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
-        """Orthogonalize a stack as one batch; see :meth:`Backend.run`.
+        """Orthogonalize a stack as one batch; see ``Backend.run()``.
 
-        Memory: in addition to the result two copies of the stack in the dtype of :func:`_dtype`,
+        Memory: in addition to the result two copies of the stack in the dtype of ``_dtype()``,
             and five n x n matrices per matrix.
         """
         # Scaled before rounding to fp16, where small elements would lose bits.

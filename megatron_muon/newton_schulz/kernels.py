@@ -70,7 +70,7 @@ class Symmetric(Standard):
         return problems
 
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
-        """Orthogonalize a stack, matrix by matrix; see :meth:`Backend.run`."""
+        """Orthogonalize a stack, matrix by matrix; see ``Backend.run()``."""
         import torch
         from emerging_optimizers.orthogonalized_optimizers import muon_utils
 

@@ -131,7 +131,7 @@ class NewtonSchulzSettings:
 
     @property
     def coefficients(self) -> tuple[Coefficients, ...]:
-        """Coefficients by step; see :func:`coefficients_of`."""
+        """Coefficients by step; see ``coefficients_of()``."""
         return coefficients_of(self.steps, self.coefficient_type)
 
 

@@ -31,16 +31,16 @@ class Standard(Backend):
     flops_of_step: ClassVar[tuple[int, int]] = (4, 2)
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
-        """Count the work of one owner; see :meth:`Backend.work`. Splitting only divides m."""
+        """Count the work of one owner; see ``Backend.work()``. Splitting only divides m."""
         steps, (long, square) = sum(segments), self.flops_of_step
         return FlopCount(steps * (long * m / num_parts * n * n + square * n**3), 3 * steps, steps)
 
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
-        """Orthogonalize a stack; see :meth:`Backend.run`."""
+        """Orthogonalize a stack; see ``Backend.run()``."""
         return (_normalized if args.is_normalized else _one_by_one)(stack, args)
 
     def check(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> None:
-        """Choose the steps of tall matrices; see :meth:`Backend.check`."""
+        """Choose the steps of tall matrices; see ``Backend.check()``."""
         if args.is_normalized:
             _stays_tall(stack if stack.shape[0] > 1 else stack[0], args)
         super().check(stack, args)
@@ -117,7 +117,7 @@ def _tall_steps_keep_bits(shape: "torch.Size", device: "torch.device") -> bool:
     Kernels decide, by shape: on an H200 they are the same for all sides of models that were tried,
     and others for 1500 x 1000.
 
-    Memory: that of :meth:`Standard.run` twice, once a shape, at construction.
+    Memory: that of ``Standard.run()`` twice, once a shape, at construction.
     """
     import torch
     from emerging_optimizers.orthogonalized_optimizers import muon_utils

@@ -44,7 +44,7 @@ staging  memory of messages and stacks while a step runs; the *arena* is the all
 =======  =========================================================================================
 
 How a plan is made, once, at construction
-(:func:`~megatron_muon.plan.exchange_plan.plan_matrices`)::
+(``plan_matrices()``)::
 
     for m in matrices:                                  # owners.py
         split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
@@ -69,7 +69,7 @@ How a plan is made, once, at construction
     stacks   = its parts by shape
     offsets  = of every buffer in one arena
 
-The step of a rank (:mod:`megatron_muon.plan.schedule`)::
+The step of a rank (``megatron_muon.plan.schedule``)::
 
     start gathers of the first buckets (depth)
     for bucket in buckets:

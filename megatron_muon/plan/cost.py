@@ -126,7 +126,7 @@ class CostModel:
         return BACKENDS[backend].work(n, m, segments, num_parts)
 
     def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
-        """Return the fastest of :attr:`backends` for a shape and a number of owners.
+        """Return the fastest of ``backends`` for a shape and a number of owners.
 
         All owners of a shape get the same one, wherever they are.
         """
@@ -144,7 +144,7 @@ class CostModel:
     ) -> int:
         """Estimate the time of a matrix on an owner, with the fastest backend.
 
-        Launches are shared by a full stack; :meth:`stack_ns` is the time of a given stack. Owners
+        Launches are shared by a full stack; ``stack_ns()`` is the time of a given stack. Owners
         of ``num_parts`` equal parts of the longer side, on one node or not, all-reduce the Gram
         matrix of the shorter side in 2 bytes an element.
         """
@@ -160,7 +160,7 @@ class CostModel:
         *,
         on_node: bool = True,
     ) -> int:
-        """Estimate one call of Newton-Schulz; other arguments as for :meth:`newton_schulz_ns`."""
+        """Estimate one call of Newton-Schulz; other arguments as for ``newton_schulz_ns()``."""
         backend = self.backend_of(num_rows, num_cols, num_parts)
         products, launches, all_reduces = self._costs_ns(
             num_rows, num_cols, num_parts, backend, on_node=on_node

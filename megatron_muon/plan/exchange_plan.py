@@ -21,7 +21,7 @@ from megatron_muon.plan.sizes import SizeCounter
 class ExchangePlan:
     """Owners and buckets of a list of matrices, equal on all ranks that have them.
 
-    :func:`plan_matrices` makes one; :class:`~megatron_muon.plan.rank_plan.RankPlan` is the share of
+    ``plan_matrices()`` makes one; ``RankPlan`` is the share of
     one rank.
 
     Args:

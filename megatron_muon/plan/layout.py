@@ -77,7 +77,7 @@ class Region(NamedTuple):
 
     Args:
         holders: Ranks that hold it; several if the shard is replicated.
-        block: Index of the block in :attr:`MatrixLayout.blocks`.
+        block: Index of the block in ``MatrixLayout.blocks``.
         row: First row in the block.
         num_rows: Rows.
         col: First column in the block.

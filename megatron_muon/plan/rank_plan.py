@@ -151,7 +151,7 @@ class LocalStack(NamedTuple):
 
     Args:
         plan: Position of its plan in the list of the rank.
-        number: Position in :attr:`RankPlan.local`.
+        number: Position in ``RankPlan.local``.
     """
 
     plan: int

@@ -19,7 +19,7 @@ has one scatter.
 
 With replicas, results are all-gathered after their scatter, in the order of scatters: on a GPU as
 soon as the scatter has ended, on gloo in ``finish_scatter``
-(:class:`~megatron_muon.runtime.exchange.Chain`). ``finish_scatter`` waits for the all-gather.
+(``Chain``). ``finish_scatter`` waits for the all-gather.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two rules exclude
 deadlocks:

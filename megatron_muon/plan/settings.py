@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the exchange: the user's, and the resulting numbers of a plan.
 
-Errors call a field of a user ``exchange.NAME``; :mod:`megatron_muon.user_errors` knows its flag.
+Errors call a field of a user ``exchange.NAME``; ``megatron_muon.user_errors`` knows its flag.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ class PlanSettings:
         dtypes: Dtypes of rows and results.
         max_owners: Maximum number of owners per matrix.
         num_buckets: Number of buckets, if memory allows it; None for the rule of
-            :mod:`megatron_muon.plan.buckets`.
+            ``megatron_muon.plan.buckets``.
         staging_bytes: Memory of a rank for messages and stacks of all plans, if they fit into it.
     """
 
@@ -152,13 +152,13 @@ class ExchangeSettings:
             only if it alone exceeds the fair share of a rank. 1 keeps every matrix whole, and
             results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for
-            :meth:`~megatron_muon.plan.cost.CostModel.parse`.
+            ``parse()``.
         newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.
-            ``symmetric``, ``gram``: a cheaper way, see :mod:`megatron_muon.newton_schulz`.
+            ``symmetric``, ``gram``: a cheaper way, see ``megatron_muon.newton_schulz``.
             ``auto``: for every shape the cheapest of ``standard``, ``gram`` and ``gram_symmetric``
             by the cost model, as far as this machine can run them.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
-            :mod:`megatron_muon.plan.buckets`. For measuring other numbers; it has no flag.
+            ``megatron_muon.plan.buckets``. For measuring other numbers; it has no flag.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elements that all ranks send, receive and orthogonalize in one bucket.
 
-Messages and stacks of one rank are built from routes, see :mod:`megatron_muon.plan.rank_plan`. Here
+Messages and stacks of one rank are built from routes, see ``megatron_muon.plan.rank_plan``. Here
 the same routes are counted for thousands of ranks: for the memory that buckets need, and for
 reports. Matrices of all layers share their shards: overlaps of shards and parts are computed
 once.

@@ -3,7 +3,7 @@
 """Memory of messages and stacks: the lifetime of every buffer, and its offset in one arena.
 
 Buffers share memory if they are not alive at the same action of a step, see
-:mod:`megatron_muon.plan.schedule`. A ring of slots of the largest size would need twice the memory.
+``megatron_muon.plan.schedule``. A ring of slots of the largest size would need twice the memory.
 """
 
 import functools
@@ -139,7 +139,7 @@ class StagingLayout:
 # Ranks differ in sizes, few of them in the order of their step.
 @functools.lru_cache(maxsize=16)
 def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[Lifetime, ...]:
-    """Return the lifetime of every buffer, in the order of :class:`StagingLayout`."""
+    """Return the lifetime of every buffer, in the order of ``StagingLayout``."""
     actions = actions_of(orders)
     position = {action: number for number, action in enumerate(actions)}
     lifetimes: list[Lifetime] = []

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of jobs that do not run, from the shape of a model.
 
-A live run reads the buffers of the model itself (``rows/megatron_fsdp.py``). :func:`unit_buffer`
+A live run reads the buffers of the model itself (``rows/megatron_fsdp.py``). ``unit_buffer()``
 follows ``_get_parameter_groups`` and ``build_data_parallel_buffer_index`` of megatron-core 0.19.2.
 """
 
@@ -139,7 +139,7 @@ def simulate_fsdp2(
 
     As in a run, ``hsdp`` ranks hold the same rows, and a rank keeps experts that are whole there.
 
-    Gate and up of experts are two matrices, as :meth:`MuonAdamW.from_model` splits them.
+    Gate and up of experts are two matrices, as ``MuonAdamW.from_model()`` splits them.
     """
     num_shards = parallel.dp // parallel.hsdp
     replicas = [tuple(range(shard, parallel.dp, num_shards)) for shard in range(num_shards)]
@@ -302,7 +302,7 @@ def unit_buffer(shapes: tuple[Shape, ...], num_shards: int) -> tuple[int, list[i
 
     Returns:
         The size of the buffer and the first element of each parameter, for
-        :func:`~megatron_muon.plan.layout.rows_in_buffer`.
+        ``rows_in_buffer()``.
     """
     sizes, rows = [math.prod(shape) for shape in shapes], [math.prod(shape[1:]) for shape in shapes]
     unit_size = max(rows)

@@ -168,7 +168,7 @@ def tensor_shard_rows(param: DTensor) -> dict[int, Range]:
 
 
 def own_rows(param: DTensor) -> Range:
-    """Return the rows of :func:`tensor_shard_rows` that this rank holds."""
+    """Return the rows of ``tensor_shard_rows()`` that this rank holds."""
     return tensor_shard_rows(param).get(own_rank(), (0, 0))
 
 

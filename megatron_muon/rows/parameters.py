@@ -88,7 +88,7 @@ class PlannedParameter:
         name: Name, equal on all holders; identifies it in errors and in comparisons of ranks.
         param: The parameter of the model.
         view: Planned shape and sharding, without memory: 2-D, or 3-D for a batch of matrices.
-        split_sizes: See :func:`~megatron_muon.rows.matrices.output_slices`.
+        split_sizes: See ``output_slices()``.
         is_transposed: Whether matrices are stored as (inputs, outputs).
         flattens: Whether all dimensions but the first are columns.
         blocks: Rows of one group by block, such as query, key and value, in a matrix with one
@@ -175,7 +175,7 @@ def over_tensor_ranks(
     """View a parameter over its tensor-parallel ranks, from its shard on this one.
 
     Args:
-        tensor_shard: See :func:`tensor_shard_of`.
+        tensor_shard: See ``tensor_shard_of()``.
         mesh: Mesh of the shard, with tensor parallelism as one more axis at the end.
         dim: Dimension that tensor parallelism shards; None for copies. They are replicas: a matrix
             is orthogonalized once, and they cannot differ.

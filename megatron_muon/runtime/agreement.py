@@ -110,7 +110,7 @@ def raise_where_ranks_differ(
         RuntimeError: On all ranks of the group, naming the first item that differs, per deviating
             rank.
 
-    Communication: see :func:`differences_between_ranks`.
+    Communication: see ``differences_between_ranks()``.
     """
     differences = differences_between_ranks(entries, group, device, what)
     if differences:

@@ -50,7 +50,7 @@ class Arena:
     """One block of memory whose views outlive it.
 
     Views are made once, at construction: in a step the host would make them before every copy.
-    They may be used between :meth:`allocate` and :meth:`free`. Between steps the memory belongs to
+    They may be used between ``allocate()`` and ``free()``. Between steps the memory belongs to
     the allocator, and a forward pass can use it.
 
     Freeing by the size of the storage is what FSDP2 does with its all-gathered parameters.

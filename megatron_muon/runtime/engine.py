@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the plans of a rank: local rows in, orthogonalized local rows out.
 
-:mod:`megatron_muon.plan.schedule` defines the order of a step. For one plan with buckets 0, 1, 2,
+``megatron_muon.plan.schedule`` defines the order of a step. For one plan with buckets 0, 1, 2,
 ... and one bucket in flight beside the one in work::
 
     norms | gather 0 | local | gather 1 | orthogonalize 0 |           scatter 0
@@ -50,11 +50,11 @@ class Engine:
         replica at a time, followed by an ``all_gather_into_tensor`` between replicas if they
         received anything. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
         the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
-        in fp32. It ends with :meth:`~megatron_muon.runtime.norms.Moments.share` of each plan.
-    Memory: :attr:`staging_bytes` while a step runs, laid out by
-        :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the workspace of
+        in fp32. It ends with ``share()`` of each plan.
+    Memory: ``staging_bytes`` while a step runs, laid out by
+        ``StagingLayout``; beside it the workspace of
         Newton-Schulz for one stack. Between steps the tables of
-        :class:`~megatron_muon.runtime.row_moves.RowMoves`.
+        ``RowMoves``.
 
     Attributes:
         plans: Plans of this rank.
@@ -132,7 +132,7 @@ class Engine:
             torch.empty(other_bytes, dtype=torch.uint8, device=self._device)
 
     def release(self) -> None:
-        """Return the memory of :meth:`reserve`, if ranks do not step."""
+        """Return the memory of ``reserve()``, if ranks do not step."""
         self._wait_for_leftovers()
         self._arena.free()
 
@@ -179,7 +179,7 @@ class Engine:
             updates: By handle, this rank's rows of the matrices, ``(local_rows, cols)`` float32.
                 They must stay as they are until the handle is yielded. Views of both are created
                 again only where one is another dictionary than in the step before: call
-                :meth:`forget` to drop them.
+                ``forget()`` to drop them.
             results: By handle, the rows that receive the scaled result, of the same shape and
                 dtype. They may be the memory of the updates: all rows of a handle have been read
                 when its first result comes.
@@ -213,7 +213,7 @@ class Engine:
             moments.share()
 
     def _run(self, action: Action) -> Iterator[list[Handle]]:
-        """Run one action of :mod:`megatron_muon.plan.schedule`, and yield complete handles."""
+        """Run one action of ``megatron_muon.plan.schedule``, and yield complete handles."""
         kind, plan, number = action
         complete: list[Handle] | None = None
         if kind == "local":

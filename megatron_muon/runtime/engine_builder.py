@@ -40,7 +40,7 @@ class PlanInput(NamedTuple):
         domain: The ranks that exchange them.
         matrices: All of them, in the same order on all ranks of the domain.
         handles: By index of a matrix with rows on this rank, the handle by which
-            :meth:`Engine.orthogonalize` takes and yields these rows.
+            ``Engine.orthogonalize()`` takes and yields these rows.
         replica_group: Ranks with this rank's rows; None if there are no others.
         params: By index of a matrix, the parameter that it belongs to, if this rank has it. State
             of a method is kept with the parameter.
@@ -75,7 +75,7 @@ def build_engine(
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Dtypes of messages, sizes and cost model.
         device: Where matrices are orthogonalized.
-        rows_device: See :class:`~megatron_muon.runtime.engine.Engine`.
+        rows_device: See ``Engine``.
         max_num_plans: Maximum number of plans of any rank, which share the staging memory; None if
             all ranks have the same number.
 

@@ -85,9 +85,9 @@ class Exchange:
             overlap if the caller is done with one collective before it starts the other.
 
     Attributes:
-        packing: By collective, where routes must be written before :meth:`start`.
+        packing: By collective, where routes must be written before ``start()``.
 
-    Communication: :meth:`start` is one ``all_to_all_single`` over the group with one message per
+    Communication: ``start()`` is one ``all_to_all_single`` over the group with one message per
         peer: exactly the rectangles, no padding. All ranks skip it if it is not used.
     """
 
@@ -174,7 +174,7 @@ class ReplicaAllGather:
     Attributes:
         own_sections: By scatter, this rank's section.
 
-    Communication: :meth:`start` is one ``all_gather_into_tensor`` over the group, in place. All
+    Communication: ``start()`` is one ``all_gather_into_tensor`` over the group, in place. All
         replicas skip it if they receive nothing.
     """
 

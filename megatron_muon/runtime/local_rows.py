@@ -46,8 +46,8 @@ class RowTransfer:
 class LocalRows:
     """Rows of the matrices of one plan on this rank, while a step runs.
 
-    All transfers of a step are added once, at construction. In a step: :meth:`view` if rows are not
-    those of the step before, :meth:`begin`, then :meth:`read` and :meth:`write` of every transfer,
+    All transfers of a step are added once, at construction. In a step: ``view()`` if rows are not
+    those of the step before, ``begin()``, then ``read()`` and ``write()`` of every transfer,
     in the same order in each step.
 
     Args:
@@ -63,9 +63,9 @@ class LocalRows:
     Attributes:
         norms: Norms of blocks.
 
-    Communication: :meth:`begin` is one all-reduce of 8 bytes a block if rows are sent in bf16, or
+    Communication: ``begin()`` is one all-reduce of 8 bytes a block if rows are sent in bf16, or
         16 if a method needs norms.
-    Memory: that of :class:`RowMoves`, and a few bytes a block.
+    Memory: that of ``RowMoves``, and a few bytes a block.
     """
 
     _strides: list[tuple[int, ...]] | None = None  # of the rows that the tables are for
@@ -131,7 +131,7 @@ class LocalRows:
             self._missing = Counter(r.matrix for write in self._writes for r, _ in write.views)
 
     def view(self, updates: Rows, results: Rows) -> None:
-        """View the rows of a step; see :meth:`Engine.orthogonalize`."""
+        """View the rows of a step; see ``Engine.orthogonalize()``."""
         sources, targets = self.by_matrix(updates), self.by_matrix(results)
         if self._plan.dtypes.norm_bytes:
             self.norms.view(sources)
@@ -239,7 +239,7 @@ class StackTask:
         return self.tensor.bfloat16() if self.args.is_normalized else self.tensor
 
     def check(self) -> None:
-        """Compare the backend with its reference; see :meth:`Backend.check`."""
+        """Compare the backend with its reference; see ``Backend.check()``."""
         # On this rank alone: if its kernel fails, others must not wait for it.
         args = dataclasses.replace(self.args, parts_group=None)
         dtype = torch.bfloat16 if args.is_normalized else self.tensor.dtype
@@ -304,7 +304,7 @@ class StackBuffers:
 
     Args:
         stacks: Shapes of the stacks.
-        memory: Flat, with :func:`num_elements` of all stacks.
+        memory: Flat, with ``num_elements()`` of all stacks.
 
     Attributes:
         stacks: The stacks with their tensors, ``(num_matrices, rows, cols)``.

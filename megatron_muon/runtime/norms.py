@@ -40,7 +40,7 @@ class BlockNorms:
         method: Method that needs the norms of gradients too; None for none.
         moments: Its state.
 
-    Communication: :meth:`reduce` is one all-reduce of 8 bytes a block, or 16 with a method.
+    Communication: ``reduce()`` is one all-reduce of 8 bytes a block, or 16 with a method.
     Memory: 8 or 16 bytes a block, and in a step 4 more and 3 MB on a CPU.
     """
 
@@ -90,7 +90,7 @@ class BlockNorms:
         self._squares = torch.zeros(num_norms, self._first[-1], dtype=torch.float64, device=device)
 
     def position(self, route: Route) -> int:
-        """Return the position of a route's block in :attr:`values`."""
+        """Return the position of a route's block in ``values``."""
         return self._first[route.matrix] + route.block
 
     def view(self, rows: Mapping[int, torch.Tensor]) -> None:

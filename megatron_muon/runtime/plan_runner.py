@@ -104,7 +104,7 @@ class PlanRunner:
         rows: This rank's rows.
         watch: Called with every stack of results; None for no call.
 
-    Communication: see :class:`~megatron_muon.runtime.engine.Engine`.
+    Communication: see ``Engine``.
     """
 
     watch: Callable[[StackTask], None] | None = None
@@ -268,14 +268,14 @@ class PlanRunner:
         return max((task.workspace_bytes for task in self._tasks), default=0)
 
     def connect(self) -> None:
-        """Connect the ranks that will exchange; see :meth:`Engine.connect`."""
+        """Connect the ranks that will exchange; see ``Engine.connect()``."""
         self._gathers.connect()
         self._scatters.connect()
         if self._all_gather is not None:
             self._all_gather.connect()
 
     def check_kernels(self) -> None:
-        """Check the backends of all shapes; see :meth:`Engine.check_kernels`."""
+        """Check the backends of all shapes; see ``Engine.check_kernels()``."""
         by_shape = {
             (task.backend.name, task.tensor.shape, task.args.whole_shape): task
             for task in self._tasks

@@ -36,7 +36,7 @@ class Addresses:
     Args:
         tensors: The first tensors; they may be of memory that is freed between steps.
         device: Where the kernel runs.
-        by_kernel: Whether the kernel moves rows; None for :func:`uses_kernel`.
+        by_kernel: Whether the kernel moves rows; None for ``uses_kernel()``.
 
     Attributes:
         tensors: By number.

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer step of both front ends, on parameters described by :mod:`megatron_muon.rows`.
+"""The optimizer step of both front ends, on parameters described by ``megatron_muon.rows``.
 
-:class:`~megatron_muon.step.muon_step.MuonStep` plans the exchange of an optimizer's matrices,
+``MuonStep`` plans the exchange of an optimizer's matrices,
 creates its state, and steps it. ``mcore`` and ``fsdp2`` check their arguments and parameters, and
 build one each.
 

@@ -74,7 +74,7 @@ def advance_momentum(
         weights: Local tensors of one dtype.
         grads: Their gradients. Weight decay of method ``l2`` is added to them.
         buffers: Their momentum, changed in place.
-        weight_decay_method: See :func:`decay_weights`.
+        weight_decay_method: See ``decay_weights()``.
         nesterov: Whether the gradient is averaged in once more.
         updates: Output tensors of that average. Pass ``grads`` to overwrite them.
 

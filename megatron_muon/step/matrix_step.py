@@ -15,7 +15,7 @@ local rows. A step is then the same for all optimizers::
             update                  subtracts results from weights
 
 A rank that runs out of memory after ranks have agreed leaves the others in a collective. Therefore
-:meth:`MatrixStep.reserve` allocates results, float32 momentum, messages and stacks, which stay, and
+``MatrixStep.reserve()`` allocates results, float32 momentum, messages and stacks, which stay, and
 a block of the size of the temporaries, which stays in torch's cache: temporaries of Newton-Schulz,
 of hooks, and of optimizers that step meanwhile. Small allocations come later: lists of rectangles,
 norms, and state values per block.
@@ -49,7 +49,7 @@ class StepSettings(NamedTuple):
 
     Args:
         nesterov: Whether the gradient is averaged in once more.
-        weight_decay_method: See :func:`~megatron_muon.step.elementwise.decay_weights`.
+        weight_decay_method: See ``decay_weights()``.
         fp32_matmul_prec: Precision of Newton-Schulz.
         overwrites_gradients: Whether results are written to the memory of gradients, which saves as
             much memory as the momentum has. Otherwise gradients stay as they are, except with
@@ -156,13 +156,13 @@ class MatrixStep:
         hooks: Called in their order.
         arena: Memory of results, and of momentum that is staged.
 
-    Communication: see :class:`~megatron_muon.runtime.engine.Engine`.
+    Communication: see ``Engine``.
     Memory: while a step runs
 
         - results, 4 bytes an element, unless they overwrite gradients,
         - 64 MB or the largest parameter, for momentum that is staged in float32; twice that if it
           is kept in CPU memory,
-        - messages and stacks, see :class:`~megatron_muon.runtime.engine.Engine`.
+        - messages and stacks, see ``Engine``.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class MatrixStep:
         return views
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
-        """Reserve the memory of a step; arenas stay until :meth:`step` ends or :meth:`release`.
+        """Reserve the memory of a step; arenas stay until ``step()`` ends or ``release()``.
 
         Args:
             others: Allocations of other optimizers, meanwhile or afterwards.
@@ -240,7 +240,7 @@ class MatrixStep:
         self.engine.reserve(OtherBytes(others.state, max(needs)))
 
     def release(self) -> None:
-        """Return the memory of :meth:`reserve`, if ranks do not step."""
+        """Return the memory of ``reserve()``, if ranks do not step."""
         self._copy_back.wait_for_all()
         self.arena.free()
         self.engine.release()
@@ -256,7 +256,7 @@ class MatrixStep:
     ) -> None:
         """Update weights and momentum; called by all ranks together.
 
-        Without :meth:`reserve` before it, a rank that lacks memory raises alone.
+        Without ``reserve()`` before it, a rank that lacks memory raises alone.
 
         Args:
             groups: Parameter groups, of which ``lr``, ``momentum`` and ``weight_decay`` are read.

@@ -82,7 +82,7 @@ class MetricSums(StepHooks):
             self._norms[kind].append((positions, torch.stack(norms)))
 
     def metrics(self, group: dist.ProcessGroup | None, num_groups: int) -> StepMetrics:
-        """Return the metrics of all ranks; see :meth:`MuonStep.last_metrics`.
+        """Return the metrics of all ranks; see ``MuonStep.last_metrics()``.
 
         Args:
             group: Ranks that step together; None for all of the job.

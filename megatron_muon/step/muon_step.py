@@ -91,11 +91,11 @@ class MuonStep:
             parameters or plans, or one lacks memory.
 
     Communication: at construction a flag and a hash over all ranks, the collectives of
-        :func:`~megatron_muon.step.plan_inputs.find_plan_inputs` and
-        :func:`~megatron_muon.runtime.engine_builder.build_engine`, then one flag. In
-        :meth:`step` the collectives of ``orthogonalize`` of :attr:`engine`.
+        ``find_plan_inputs()`` and
+        ``build_engine()``, then one flag. In
+        ``step()`` the collectives of ``orthogonalize`` of ``engine``.
     Memory: the state of the optimizers; while a step runs, see
-        :class:`~megatron_muon.step.matrix_step.MatrixStep`.
+        ``MatrixStep``.
     """
 
     _sums: MetricSums | None = None
@@ -201,7 +201,7 @@ class MuonStep:
         self._moments.collect(self.state())
 
     def record_metrics(self, is_on: bool = True) -> None:
-        """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""
+        """Record metrics of every step for ``last_metrics()``, by a pass over its tensors."""
         step = self._matrix_step
         if not is_on:
             self._sums, step.hooks = None, list(self._hooks)
@@ -215,7 +215,7 @@ class MuonStep:
         """Return the metrics of the last step; called by all ranks that step together.
 
         Raises:
-            RuntimeError: :meth:`record_metrics` was not called.
+            RuntimeError: ``record_metrics()`` was not called.
 
         Communication: a gather of objects. The host waits for the device.
         """
@@ -274,7 +274,7 @@ class MuonStep:
         return problems
 
     def release(self) -> None:
-        """Return the memory of :meth:`reserve`, if ranks do not step."""
+        """Return the memory of ``reserve()``, if ranks do not step."""
         self._matrix_step.release()
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Second moments in the state of an optimizer, and their part of a step.
 
-NorMuon and NAMO themselves are in :mod:`megatron_muon.newton_schulz.settings`; AdaMuon, which is
+NorMuon and NAMO themselves are in ``megatron_muon.newton_schulz.settings``; AdaMuon, which is
 elementwise, is here.
 """
 
@@ -31,7 +31,7 @@ def method_problems(method: object, weight_decay_method: str) -> list[str]:
     """List errors of a method, or of its name, a sentence each.
 
     Args:
-        method: See :class:`SecondMoments`.
+        method: See ``SecondMoments``.
         weight_decay_method: Of the optimizer.
     """
     if method is None or (not isinstance(method, str) and isinstance(method, StackMethod)):
@@ -56,7 +56,7 @@ class SecondMoments:
 
     adamuon keeps one value per element. Other methods have values per block: a vector, or
     ``(matrices, values)`` for a batch, equal on all ranks that exchange the parameter. It is a view
-    of :class:`~megatron_muon.runtime.norms.Moments`, which owners update.
+    of ``Moments``, which owners update.
 
     Args:
         method: Name of a method, a function of stacks with state, or None for none.

@@ -123,7 +123,7 @@ class MainParams:
     Args:
         params: All parameters; float32 ones need no copy.
         arena: Memory of a step, 4 bytes a local element of these parameters or more, in which
-            nothing is kept between :meth:`compare` and :meth:`follow`.
+            nothing is kept between ``compare()`` and ``follow()``.
 
     Attributes:
         params: Parameters with a copy.

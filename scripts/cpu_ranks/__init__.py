@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 scripts/cpu_ranks SCRIPT [ARGS...]
 
 runs a script as ``-m megatron_muon`` does on GPUs. A script that starts by itself calls
-:func:`enable` before it imports megatron. Files, each importing only those above it::
+``enable()`` before it imports megatron. Files, each importing only those above it::
 
     torch_cuda     torch.cuda on the CPU, and what gloo lacks of NCCL
     bf16_products  bf16 matrix products in fp32, if the CPU has no bf16 instructions

@@ -40,7 +40,7 @@ def has_bf16_instructions() -> bool:
 
 
 def install() -> torch.library.Library:
-    """Replace the CPU kernels of :data:`OPERATORS`, whatever the CPU.
+    """Replace the CPU kernels of ``OPERATORS``, whatever the CPU.
 
     Returns:
         The library that holds the replacements. Its ``_destroy()``, or its garbage collection,

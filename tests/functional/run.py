@@ -44,7 +44,7 @@ class Runner:
         output: Folder for events, checkpoints and metrics of all cases.
         script: Training script to launch.
         exactly: Whether golden values recorded on this kind of CPU have to be equal.
-        train: Starts the ranks of one training, :func:`launched_run.train` or one called like it.
+        train: Starts the ranks of one training, ``launched_run.train()`` or one called like it.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ both            receive buffers hold NaN from the launch to ``wait()``, and agai
                 collective that shares them ends: who reads early, or lets two collectives share
                 memory, gets NaN
 both            at ``wait()`` send buffers are compared with what they held at the launch, and
-                receive buffers must still hold NaN; :attr:`Timing.breaches` lists what was not so
+                receive buffers must still hold NaN; ``Timing.breaches`` lists what was not so
 ==============  ==================================================================================
 
 Late collectives run in the order in which they were launched, which is the same on all ranks, and
@@ -63,7 +63,7 @@ _UNKNOWN = ("isend", "irecv", "batch_isend_irecv", "send", "recv")
 
 
 class Timing:
-    """What happened under :func:`collectives_run`.
+    """What happened under ``collectives_run()``.
 
     Args:
         when: When a message is read from the send buffer.
@@ -277,7 +277,7 @@ def collectives_run(when: When, *, forgotten: int | None = None) -> Iterator[Tim
 
     Args:
         when: When messages are read from send buffers.
-        forgotten: See :class:`Timing`.
+        forgotten: See ``Timing``.
     """
     timing = Timing(when, forgotten)
     names = (*_ASYNCHRONOUS, *_SYNCHRONOUS, *_UNKNOWN)

@@ -93,7 +93,7 @@ def save_state(folder: str, model: Any, optimizers: Any, options: Any = None) ->
 
 
 def load_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
-    """Load what :func:`save_state` has saved."""
+    """Load what ``save_state()`` has saved."""
     state = dict(zip("mo", get_state_dict(model, optimizers, options=options), strict=True))
     dcp.load(state, checkpoint_id=folder)
     loaded = {"model_state_dict": state["m"], "optim_state_dict": state["o"]}

@@ -121,7 +121,7 @@ def plan_of(
     staging_bytes: int = 2**31,
     **settings: Any,
 ) -> ExchangePlan:
-    """Plan some matrices; ``settings`` are other fields of :class:`PlanSettings`."""
+    """Plan some matrices; ``settings`` are other fields of ``PlanSettings``."""
     numbers = PlanSettings(cost, dtypes, **settings)
     return plan_matrices(matrices, numbers, load_ns={}, staging_bytes=staging_bytes)
 

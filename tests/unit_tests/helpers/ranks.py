@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks for the tests: processes forked from a server that has imported megatron once.
 
-On GPUs too (:mod:`helpers.device`): the server imports megatron and leaves CUDA alone. A world of
+On GPUs too (``helpers.device``): the server imports megatron and leaves CUDA alone. A world of
 two ranks starts in 0.03 s on a quiet machine, the server in 10 s.
 """
 
@@ -146,7 +146,7 @@ def run_cases(
 
     Args:
         world_size: Number of ranks; the group of all of them is started.
-        cases: Functions without arguments, by name; as ``function`` of :func:`run_ranks`.
+        cases: Functions without arguments, by name; as ``function`` of ``run_ranks()``.
         timeout_s: Seconds after which all ranks are killed, which fails all cases.
 
     Returns:
@@ -159,7 +159,7 @@ def run_cases(
 def cached_cases(
     cases: Mapping[int, Mapping[str, Callable[[], Any]]],
 ) -> Callable[[int], dict[str, list[Any]]]:
-    """Return :func:`run_cases` by number of ranks, which runs each world once."""
+    """Return ``run_cases()`` by number of ranks, which runs each world once."""
     return functools.cache(lambda world_size: run_cases(world_size, cases[world_size]))
 
 

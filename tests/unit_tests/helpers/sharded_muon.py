@@ -90,7 +90,7 @@ class Optimizers:
         ]
 
     def set_state(self, state: Sequence[tuple[Any, Any]]) -> None:
-        """Copy back what :meth:`state` returned."""
+        """Copy back what ``state()`` returned."""
         for (param, _, _), (value, momentum) in zip(self.params, state, strict=True):
             param._local_tensor.copy_(value)
             self.sharded.state[param][self.key]._local_tensor.copy_(momentum)
@@ -132,7 +132,7 @@ def build_optimizers(
         num_tensor_ranks: Tensor-parallel ranks.
         num_replicas: Ranks that hold the same rows.
         cases: Columns and rows by shard of each matrix, the last one that of query, key and value;
-            None for those of :data:`LAYOUTS`.
+            None for those of ``LAYOUTS``.
         blocks: Rows of a group that go to each block, for each matrix; None for the last one alone.
         by_head: Whether the blocks of each matrix are heads, which tensor-parallel ranks do not
             join; empty for none.

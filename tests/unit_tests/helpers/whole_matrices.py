@@ -80,10 +80,10 @@ class WholeMuon:
 def differences(
     parameters: Sequence[Any], optimizer: Any, wholes: Sequence[Sequence[torch.Tensor]]
 ) -> list[str]:
-    """List values and momentum of which this rank's part is not that of :meth:`WholeMuon.wholes`.
+    """List values and momentum of which this rank's part is not that of ``WholeMuon.wholes()``.
 
     Args:
-        parameters: Those of :class:`WholeMuon`.
+        parameters: Those of ``WholeMuon``.
         optimizer: The optimizer that has stepped them.
         wholes: Whole value and momentum of each parameter.
     """

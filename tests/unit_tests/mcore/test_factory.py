@@ -50,7 +50,7 @@ def _print_routes() -> None:
 
 
 def routes(run: Run) -> list[dict[str, list[Any]]]:
-    """Parse what :func:`_print_routes` printed on each rank."""
+    """Parse what ``_print_routes()`` printed on each rank."""
     return [json.loads(re.search("^ROUTES (.*)$", text, re.M)[1]) for text in run.outputs]
 
 

@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
     Args:
         choices: Of Newton-Schulz.
-        gram: Names in :data:`GRAM`.
+        gram: Names in ``GRAM``.
         settings: Of the optimizer.
         exchange: Others of the exchange.
     """
