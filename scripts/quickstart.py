@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--iterations", type=int, default=60, help="of each run (default: 60)")
     add("--optimizers", nargs="+", default=["muon", "adam"], choices=list(LEARNING_RATES))
     add("--learning-rates", type=float, nargs="+", help="in the order of --optimizers")
-    add("--newton-schulz", default="standard", help="see docs/newton_schulz.md (standard)")
+    add("--newton-schulz", default="standard", help="see docs/performance.md (standard)")
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
     options = parser.parse_args(arguments)
     rates = options.learning_rates or [LEARNING_RATES[name] for name in options.optimizers]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # Relative to the norm. On random matrices the error of bf16 steps is about 0.005
-# (docs/newton_schulz.md), and kernels sum in another order. The error of a wrong kernel is about 1.
+# (docs/performance.md), and kernels sum in another order. The error of a wrong kernel is about 1.
 _MAX_DIFFERENCE = 0.05
 
 

@@ -30,6 +30,7 @@ from megatron_muon.report.summary import (
     memory_under_megatron_fsdp,
     summary,
 )
+from megatron_muon.report.timeline import Span, draw, timeline
 from megatron_muon.user_errors import in_flags
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
@@ -102,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output: a summary")
     output.add_argument("--ranks", action="store_true", help="figures by rank too")
     output.add_argument("--json", action="store_true", help="print JSON instead")
+    output.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw the step of the busiest GPU and its links"
+    )
     return parser
 
 
@@ -173,7 +177,10 @@ def _refuse_with_fsdp2(options: argparse.Namespace) -> None:
         )
 
 
-def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelism) -> Report:
+def _report(
+    options: argparse.Namespace, model: ModelShape, parallel: Parallelism
+) -> tuple[Report, list[Span]]:
+    """Return the figures of a job, and the step of the rank with the longest Newton-Schulz."""
     splits = Splits(
         qkv=not options.muon_no_split_qkv,
         glu=options.muon_split_glu,
@@ -192,7 +199,8 @@ def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelis
     problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
     if problem is not None:
         raise ValueError(problem)
-    return report
+    busiest = max(report.ranks, key=lambda rank: rank.newton_schulz_ns)
+    return report, timeline(plans, busiest.rank)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,16 +209,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         model, parallel = _model(options), _parallelism(options)
-        report = _report(options, model, parallel)
+        report, spans = _report(options, model, parallel)
         machine = _machine(options)
     except ValueError as error:
         parser.error(in_flags(str(error)))
+    name = options.preset or (options.hf.stem if options.hf else "model")
+    if options.svg is not None:
+        title = f"{name}, the busiest of {len(report.ranks)} GPUs: estimated step of Muon"
+        options.svg.write_text(draw(spans, title))
     if options.json:
         figures = {**vars(report), "ranks": [vars(rank) for rank in report.ranks]}
         json.dump(figures, sys.stdout)
         sys.stdout.write("\n")
     else:
-        name = options.preset or (options.hf.stem if options.hf else "model")
         is_fsdp2 = options.fsdp2
         if is_fsdp2:
             memory = memory_under_fsdp2(model, parallel.dp // parallel.hsdp, report)
@@ -219,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             memory = memory_under_megatron_fsdp(
                 model, parallel, report, has_fp32_gradients=has_fp32
             )
-        lines = [*summary(name, model, parallel, report, memory, machine, is_fsdp2=is_fsdp2)]
+        lines = [*summary(name, model, parallel, report, memory, machine, spans, is_fsdp2=is_fsdp2)]
         lines += table(report) if options.ranks else []
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0

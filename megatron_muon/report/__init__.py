@@ -10,5 +10,6 @@ Files, each importing only those above it::
     model_shape  the matrices of a transformer, by layer, and published shapes
     hf_config    shapes from the config.json of transformers
     simulation   plans of all domains of a job, from the shape of a model
+    timeline     the step of one rank on its GPU and links, and a picture
     summary      memory and time beside AdamW, and what limits a step
 """

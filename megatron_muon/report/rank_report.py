@@ -193,16 +193,21 @@ def _add_calls(
     for rank, stacks in plan.sizes.stacks(indices).items():
         by_rank[rank].num_calls += len(stacks)
         for stack in stacks:
-            part = stack[0]
             by_rank[rank].workspace_bytes = max(
                 by_rank[rank].workspace_bytes, _workspace_bytes(plan, stack)
             )
-            by_rank[rank].newton_schulz_ns += plan.cost.stack_ns(
-                len(stack),
-                *plan.matrices[part.matrix].blocks[part.block],
-                len(part.owners),
-                on_node=plan.cost.share_a_node(part.owners),
-            )
+            by_rank[rank].newton_schulz_ns += stack_ns(plan, stack)
+
+
+def stack_ns(plan: ExchangePlan, stack: Sequence[Part]) -> int:
+    """Estimate one call of Newton-Schulz, all-reduces of a split matrix included."""
+    part = stack[0]
+    return plan.cost.stack_ns(
+        len(stack),
+        *plan.matrices[part.matrix].blocks[part.block],
+        len(part.owners),
+        on_node=plan.cost.share_a_node(part.owners),
+    )
 
 
 def _workspace_bytes(plan: ExchangePlan, stack: Sequence[Part]) -> int:

@@ -25,7 +25,7 @@ MAX_ELEMENTS = 2**28
 # What is not orthogonalized at all is off by about 1.
 STACKED = 0.05
 # Of the Frobenius norm, on the hardest spectrum: steps in bf16 have 0.15, the Gram form in fp16
-# 0.02 (docs/newton_schulz.md).
+# 0.02 (docs/performance.md).
 LARGEST_ERRORS = {"standard": 0.25, "symmetric": 0.25, "gram": 0.05, "gram_symmetric": 0.05}
 
 

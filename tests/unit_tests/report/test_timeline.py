@@ -1,0 +1,48 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The estimated step of one rank has the work and the messages of the report."""
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+from helpers.layouts import plans
+from hypothesis import given, settings
+
+from megatron_muon.plan.__main__ import main
+from megatron_muon.report.rank_report import build_report
+from megatron_muon.report.timeline import timeline
+
+
+@settings(max_examples=50)
+@given(plans())
+def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
+    """A message takes the longer of its directions, so all take less than both added up."""
+    report = build_report(range(1 + max(plan.ranks)), [plan])
+    for rank in plan.ranks:
+        spans, found = timeline([plan], rank), report.ranks[rank]
+        on_gpu = [span for span in spans if span.kind == "Newton-Schulz"]
+        on_links = [span for span in spans if span.kind != "Newton-Schulz"]
+        assert sum(span.end - span.start for span in on_gpu) == found.newton_schulz_ns
+        # The report rounds both directions of all scatters of a bucket together.
+        rounding = sum(1 + plan.num_scatters for _ in plan.buckets)
+        sent_ns = sum(span.end - span.start for span in on_links)
+        assert found.traffic_ns - rounding <= sent_ns
+        assert sent_ns <= found.send_ns + found.receive_ns + rounding
+        for lane in (on_gpu, on_links):
+            assert all(one.end <= other.start for one, other in pairwise(lane))
+
+
+def test_newton_schulz_waits_for_rows_and_results_for_newton_schulz(tmp_path, capsys):
+    """On 64 ranks Llama-3-8B has one bucket: gather, products and scatter follow one another."""
+    file = tmp_path / "step.svg"
+    assert main(["--preset", "llama3-8b", "--dp", "64", "--svg", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "step of Muon: 22.4 ms; Newton-Schulz 14.1 ms" in text
+    assert "which waits 8.3 ms" in text
+    root = ElementTree.parse(file).getroot()
+    rects = [rect.attrib for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    # Behind the background and the legend: rows, products, results; the GPU is drawn first.
+    products, rows, results = rects[-3:]
+    ends = [float(rect["x"]) + float(rect["width"]) for rect in (rows, products)]
+    begins = [float(rect["x"]) for rect in (products, results)]
+    assert all(abs(end - begin) < 0.02 for end, begin in zip(ends, begins, strict=True))
