@@ -200,7 +200,8 @@ def _report(
     if problem is not None:
         raise ValueError(problem)
     busiest = max(report.ranks, key=lambda rank: rank.newton_schulz_ns)
-    return report, timeline(plans, busiest.rank)
+    orders = [plan.order for plan in plans if busiest.rank in plan.ranks]
+    return report, timeline(busiest, orders)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,6 +34,8 @@ class RankReport:
         workspace_bytes: Memory of Newton-Schulz beside them, of the largest stack.
         num_matrices: Owned matrices, parts included.
         num_calls: Calls of Newton-Schulz, one per stack.
+        local_ns: The part of ``newton_schulz_ns`` that needs no exchange.
+        rounds: Estimated times of rows, results and Newton-Schulz, by plan and bucket.
     """
 
     rank: int
@@ -46,6 +48,8 @@ class RankReport:
     workspace_bytes: int = 0
     num_matrices: int = 0
     num_calls: int = 0
+    local_ns: int = 0
+    rounds: list[list[list[int]]] = field(default_factory=list)
 
     @property
     def traffic_ns(self) -> int:
@@ -105,10 +109,14 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     staging: dict[int, list[PlanStaging]] = defaultdict(list)
     for plan in plans:
         _add_matrices(report, by_rank, plan)
-        for bucket in plan.buckets:
-            _add_traffic(report, by_rank, plan, bucket)
-        for indices in (plan.local, *plan.buckets):
-            _add_calls(by_rank, plan, indices)
+        for rank in plan.ranks:
+            by_rank[rank].rounds.append([[0, 0, 0] for _ in plan.buckets])
+        for rank, time_ns in _add_calls(by_rank, plan, plan.local):
+            by_rank[rank].local_ns += time_ns
+        for number, bucket in enumerate(plan.buckets):
+            _add_traffic(report, by_rank, plan, number)
+            for rank, time_ns in _add_calls(by_rank, plan, bucket):
+                by_rank[rank].rounds[-1][number][2] += time_ns
         for rank, plan_staging in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
             staging[rank].append(plan_staging)
     # Most ranks stage the same.
@@ -151,11 +159,11 @@ def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: Excha
 
 
 def _add_traffic(
-    report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan, bucket: Sequence[int]
+    report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan, number: int
 ) -> None:
     """Add rows and results of a bucket, and the all-gathers of replicas."""
     cost, dtypes = plan.cost, plan.dtypes
-    rows, results_by_shard = plan.sizes.traffic(bucket)
+    rows, results_by_shard = plan.sizes.traffic(plan.buckets[number])
     report.moved_elements += rows.sent.total()
     # The inverse of the gather without replicas.
     results = Traffic(rows.received, rows.sent)
@@ -174,40 +182,44 @@ def _add_traffic(
             rank.bytes_received += passed_on
             rank.send_ns += time_ns
             rank.receive_ns += time_ns
-    for traffic, width in ((rows, dtypes.gather_bytes), (results, dtypes.scatter_bytes)):
+            rank.rounds[-1][number][1] += time_ns
+    widths = (dtypes.gather_bytes, dtypes.scatter_bytes)
+    for way, (traffic, width) in enumerate(zip((rows, results), widths, strict=True)):
         for rank in map(by_rank.__getitem__, plan.ranks):
             sent, received = (
                 [width * elements[rank.rank, on_node] for on_node in (True, False)]
                 for elements in traffic
             )
+            send_ns, receive_ns = cost.messages_ns(*sent), cost.messages_ns(*received)
             rank.bytes_sent += sum(sent)
-            rank.send_ns += cost.messages_ns(*sent)
+            rank.send_ns += send_ns
             rank.bytes_received += sum(received)
-            rank.receive_ns += cost.messages_ns(*received)
+            rank.receive_ns += receive_ns
+            rank.rounds[-1][number][way] += max(send_ns, receive_ns)
 
 
 def _add_calls(
     by_rank: Mapping[int, RankReport], plan: ExchangePlan, indices: Sequence[int]
-) -> None:
-    """Add the Newton-Schulz calls of some matrices: stacks that exist, not full ones."""
+) -> Iterator[tuple[int, int]]:
+    """Add the Newton-Schulz calls of some matrices, and yield their ranks and times.
+
+    Of stacks that exist, not full ones.
+    """
     for rank, stacks in plan.sizes.stacks(indices).items():
         by_rank[rank].num_calls += len(stacks)
         for stack in stacks:
+            part = stack[0]
             by_rank[rank].workspace_bytes = max(
                 by_rank[rank].workspace_bytes, _workspace_bytes(plan, stack)
             )
-            by_rank[rank].newton_schulz_ns += stack_ns(plan, stack)
-
-
-def stack_ns(plan: ExchangePlan, stack: Sequence[Part]) -> int:
-    """Estimate one call of Newton-Schulz, all-reduces of a split matrix included."""
-    part = stack[0]
-    return plan.cost.stack_ns(
-        len(stack),
-        *plan.matrices[part.matrix].blocks[part.block],
-        len(part.owners),
-        on_node=plan.cost.share_a_node(part.owners),
-    )
+            time_ns = plan.cost.stack_ns(
+                len(stack),
+                *plan.matrices[part.matrix].blocks[part.block],
+                len(part.owners),
+                on_node=plan.cost.share_a_node(part.owners),
+            )
+            by_rank[rank].newton_schulz_ns += time_ns
+            yield rank, time_ns
 
 
 def _workspace_bytes(plan: ExchangePlan, stack: Sequence[Part]) -> int:

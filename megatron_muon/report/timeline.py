@@ -3,13 +3,11 @@
 """Estimated step of one rank on its GPU and its links, and a picture of it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.rank_plan import Messages, RankSchedule
-from megatron_muon.plan.schedule import Action
-from megatron_muon.report.rank_report import stack_ns
+from megatron_muon.plan.schedule import PlanOrder, actions_of
+from megatron_muon.report.rank_report import RankReport
 
 # Colors that color-blind readers can tell apart.
 _COLORS = {"Newton-Schulz": "#0072b2", "rows to owners": "#e69f00", "results": "#009e73"}
@@ -26,82 +24,46 @@ class Span(NamedTuple):
     """
 
     kind: str
-    start: int
-    end: int
+    start: float
+    end: float
 
 
-def timeline(plans: Sequence[ExchangePlan], rank: int) -> list[Span]:
-    """Estimate a step of one rank whose peers keep pace with it.
+def timeline(rank: RankReport, plans: Sequence[PlanOrder]) -> list[Span]:
+    """Estimate the step of one rank whose peers keep pace with it.
 
     Messages follow one another, each from when the GPU gets to it, and the GPU waits for their ends
     where the step does. Elementwise work, norms, packing and the host are left out.
 
     Args:
-        plans: Plans of the job, in their order.
-        rank: Rank of the job.
+        rank: Figures of the rank.
+        plans: Its plans, in their order.
 
     Returns:
         Spans in the order of the step's actions; the latest end is the end of the step.
     """
-    plans = [plan for plan in plans if rank in plan.ranks]
-    schedule = RankSchedule.build(plans, rank)
+    actions = actions_of(tuple(plans))
+    num_local = sum(action.kind == "local" for action in actions)
     spans: list[Span] = []
-    gpu_ns = links_ns = 0
-    ends: dict[tuple[str, int, int], int] = {}
-    for action in schedule.actions:
-        message = (action.kind.rpartition("_")[2], action.plan, action.number)
-        if action.kind in ("wait_for_gather", "finish_scatter"):
-            gpu_ns = max(gpu_ns, ends[message])
-        elif action.kind in ("start_gather", "start_scatter"):
-            kind = "results" if action.kind == "start_scatter" else "rows to owners"
-            start_ns = max(gpu_ns, links_ns)
-            links_ns = start_ns + _message_ns(plans[action.plan], schedule, rank, action)
-            ends[message] = links_ns
-            spans.append(Span(kind, start_ns, links_ns))
+    gpu = links = 0.0
+    ends: dict[tuple[str, int, int], float] = {}
+    for kind, plan, number in actions:
+        verb, _, message = kind.partition("_")
+        num_scatters = plans[plan].num_scatters if message == "scatter" else 1
+        if verb == "start":
+            time_ns = rank.rounds[plan][number // num_scatters][message == "scatter"]
+            start = max(gpu, links)
+            links = ends[message, plan, number] = start + time_ns / num_scatters
+            spans.append(
+                Span("results" if message == "scatter" else "rows to owners", start, links)
+            )
+        elif message:
+            gpu = max(gpu, ends[message.removeprefix("for_"), plan, number])
         else:
-            time_ns = _newton_schulz_ns(plans, schedule, action)
-            spans.append(Span("Newton-Schulz", gpu_ns, gpu_ns + time_ns))
-            gpu_ns += time_ns
+            is_local = kind == "local"
+            time_ns = rank.local_ns if is_local else rank.rounds[plan][number][2]
+            start, gpu = gpu, gpu + time_ns / (num_local if is_local else 1)
+            spans.append(Span("Newton-Schulz", start, gpu))
     return [span for span in spans if span.end > span.start]
-
-
-def _newton_schulz_ns(plans: Sequence[ExchangePlan], schedule: RankSchedule, action: Action) -> int:
-    """Estimate the calls of Newton-Schulz in one action."""
-    if action.kind == "local":
-        local = schedule.local[action.number]
-        owned = [(each.plan, schedule.rank_plans[each.plan].local[each.number]) for each in local]
-    else:
-        bucket = schedule.rank_plans[action.plan].buckets[action.number]
-        owned = [(action.plan, bucket.owned)]
-    return sum(stack_ns(plans[plan], stack) for plan, each in owned for stack in each.stacks)
-
-
-def _message_ns(plan: ExchangePlan, schedule: RankSchedule, rank: int, action: Action) -> int:
-    """Estimate the messages of one action in the busier direction, all-gathers included."""
-    rank_plan = schedule.rank_plans[action.plan]
-    if action.kind == "start_gather":
-        bucket = rank_plan.buckets[action.number]
-        width, sent, received = plan.dtypes.gather_bytes, bucket.sends, _elements(bucket.receives)
-        all_gather_ns = 0
-    else:
-        scatter = rank_plan.scatters[action.number]
-        width, sent, received = plan.dtypes.scatter_bytes, scatter.sends, scatter.receives
-        shard = scatter.shard
-        all_gather_ns = (
-            plan.cost.all_gather_ns(shard.holders, width * shard.num_elements) if shard else 0
-        )
-    directions = []
-    for elements in (_elements(sent), received):
-        num_bytes = [0, 0]
-        for peer, count in elements.items():
-            if peer != rank:
-                num_bytes[not plan.cost.share_a_node((peer, rank))] += width * count
-        directions.append(plan.cost.messages_ns(*num_bytes))
-    return max(directions) + all_gather_ns
-
-
-def _elements(messages: Messages) -> Mapping[int, int]:
-    return {peer: sum(r.num_elements for r in routes) for peer, routes in messages.items()}
 
 
 def draw(spans: Sequence[Span], title: str) -> str:
