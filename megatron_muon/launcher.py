@@ -35,8 +35,8 @@ def launch(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = No
 
     Returns:
         Exit status: of ``main()``, 0 if the script exits without one, as Megatron does after
-        ``--exit-interval``, or 1 after a ``UserError``, with its message but no traceback.
-        Other errors, and other exits of the script, propagate.
+        ``--exit-interval``, or 1 after a ``UserError``, with its message but no traceback. Other
+        errors, and other exits of the script, propagate.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -18,8 +18,8 @@ def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
     records, time stamps of the archive) are never loaded.
 
     Returns:
-        One sentence per problem: of ``find_misfits()`` or, without any, items with changed
-        bytes or another chunk.
+        One sentence per problem: of ``find_misfits()`` or, without any, items with changed bytes or
+        another chunk.
 
     Memory: twice the largest item.
     """

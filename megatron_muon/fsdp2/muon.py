@@ -94,8 +94,8 @@ class Muon(WholeMatrixMuon):
             (see docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters
             or plans.
 
-    Communication: at construction see ``find_plan_inputs()`` and ``build_engine()``.
-        In a step see ``agree_to_step()`` and ``Engine``.
+    Communication: at construction see ``find_plan_inputs()`` and ``build_engine()``. In a step see
+        ``agree_to_step()`` and ``Engine``.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
         one more for parameters in bfloat16, against lost updates. While a step runs, another one
         for results, and staging memory. With ``CPUOffloadPolicy`` all but staging is in CPU memory.

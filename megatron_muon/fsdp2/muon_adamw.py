@@ -42,10 +42,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. A group may have
-            ``algorithm``: ``muon``, the default, with the keys of ``Muon``; ``adamw``,
-            with the keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to
-            ``algorithms``: groups then equal the groups of ``Muon`` and AdamW, so that
-            states of the two separate optimizers load.
+            ``algorithm``: ``muon``, the default, with the keys of ``Muon``; ``adamw``, with the
+            keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to ``algorithms``:
+            groups then equal the groups of ``Muon`` and AdamW, so that states of the two separate
+            optimizers load.
         lr: Learning rate, also of AdamW's groups that have none.
         momentum: Weight of Muon's momentum.
         weight_decay: Coefficient, also of AdamW's groups that have none.
@@ -55,8 +55,8 @@ class MuonAdamW(torch.optim.Optimizer):
         eps: See AdamW.
         foreach: See AdamW.
         fused: See AdamW.
-        muon_options: Other arguments of ``Muon``, among them ``exchange`` and, for plain
-            tensors, ``process_group`` and ``tensor_group``.
+        muon_options: Other arguments of ``Muon``, among them ``exchange`` and, for plain tensors,
+            ``process_group`` and ``tensor_group``.
 
     Attributes:
         algorithms: Algorithms by parameter group.

@@ -66,9 +66,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         ValueError: See ``MuonStep``.
         RuntimeError: See there.
 
-    Communication: at construction see ``MuonStep``. Each
-        step one flag over all ranks, the norm and zero count over the optimizers'
-        gradient-statistics groups, and what Muon and Megatron-FSDP exchange.
+    Communication: at construction see ``MuonStep``. Each step one flag over all ranks, the norm and
+        zero count over the optimizers' gradient-statistics groups, and what Muon and Megatron-FSDP
+        exchange.
     """
 
     _problems: list[str]  # of this rank's gradients, in this step, as far as the host knows

@@ -74,6 +74,7 @@ def build_megatron_fsdp_emerging_optimizer(
 
     Args:
         config: Optimizer configuration; the ``muon_*`` fields have the same meaning as under DDP.
+            ``muon_momentum`` is 0.95 by default, Megatron's flag ``--muon-momentum`` 0.9.
         model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.

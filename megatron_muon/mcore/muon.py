@@ -31,8 +31,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     ``build_muon_step()`` builds its step: the momentum of this rank's rows is updated, whole
     matrices are orthogonalized, and this rank's rows of the results are subtracted. A step equals
-    that of ``TensorParallelMuon`` on the unsharded model, because momentum, Nesterov and
-    weight decay are elementwise.
+    that of ``TensorParallelMuon`` on the unsharded model, because momentum, Nesterov and weight
+    decay are elementwise.
 
     Parameters that every rank holds whole (``no_shard``) are stepped by this class too: the parent
     would pass a DTensor to Newton-Schulz, whose ``shape`` is global to tensor parallelism.
@@ -210,8 +210,8 @@ def build_muon_step(
         gradients_stay: Whether gradients are in the same memory in every step.
 
     Raises:
-        RuntimeError: On all ranks; see ``MuonStep``. One has a
-            parameter without a layout, or of another local shape.
+        RuntimeError: On all ranks; see ``MuonStep``. One has a parameter without a layout, or of
+            another local shape.
     """
     first, is_bf16 = optimizers[0], optimizers[0].fp32_matmul_prec == "medium"
     moments = first.second_moments

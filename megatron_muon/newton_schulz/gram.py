@@ -80,8 +80,8 @@ class Gram(Backend):
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack as one batch; see ``Backend.run()``.
 
-        Memory: in addition to the result two copies of the stack in the dtype of ``_dtype()``,
-            and five n x n matrices per matrix.
+        Memory: in addition to the result two copies of the stack in the dtype of ``_dtype()``, and
+            five n x n matrices per matrix.
         """
         # Scaled before rounding to fp16, where small elements would lose bits.
         x = normalize(stack, args).mul(_SCALE).to(_dtype(stack, args))

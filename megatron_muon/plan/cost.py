@@ -144,9 +144,9 @@ class CostModel:
     ) -> int:
         """Estimate the time of a matrix on an owner, with the fastest backend.
 
-        Launches are shared by a full stack; ``stack_ns()`` is the time of a given stack. Owners
-        of ``num_parts`` equal parts of the longer side, on one node or not, all-reduce the Gram
-        matrix of the shorter side in 2 bytes an element.
+        Launches are shared by a full stack; ``stack_ns()`` is the time of a given stack. Owners of
+        ``num_parts`` equal parts of the longer side, on one node or not, all-reduce the Gram matrix
+        of the shorter side in 2 bytes an element.
         """
         backend = self.backend_of(num_rows, num_cols, num_parts)
         return self._matrix_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)

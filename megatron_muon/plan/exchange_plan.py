@@ -21,8 +21,7 @@ from megatron_muon.plan.sizes import SizeCounter
 class ExchangePlan:
     """Owners and buckets of a list of matrices, equal on all ranks that have them.
 
-    ``plan_matrices()`` makes one; ``RankPlan`` is the share of
-    one rank.
+    ``plan_matrices()`` makes one; ``RankPlan`` is the share of one rank.
 
     Args:
         matrices: Layouts, in parameter order.

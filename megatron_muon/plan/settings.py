@@ -151,12 +151,11 @@ class ExchangeSettings:
         max_owners: Maximum number of owners per matrix, a power of two. A matrix is split
             only if it alone exceeds the fair share of a rank. 1 keeps every matrix whole, and
             results the same bits on any number of ranks.
-        cost_model: Rates of the machine, as ``name=value,...`` for
-            ``parse()``.
+        cost_model: Rates of the machine, as ``name=value,...`` for ``CostModel.parse()``.
         newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.
-            ``symmetric``, ``gram``: a cheaper way, see ``megatron_muon.newton_schulz``.
-            ``auto``: for every shape the cheapest of ``standard``, ``gram`` and ``gram_symmetric``
-            by the cost model, as far as this machine can run them.
+            ``symmetric``, ``gram``, ``gram_symmetric``: a cheaper way, see
+            ``megatron_muon.newton_schulz``. ``auto``: for every shape the cheapest of all by the
+            cost model, as far as this machine can run them.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             ``megatron_muon.plan.buckets``. For measuring other numbers; it has no flag.
         log_plan: Whether rank 0 logs a report of the plan.

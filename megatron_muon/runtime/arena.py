@@ -50,8 +50,8 @@ class Arena:
     """One block of memory whose views outlive it.
 
     Views are made once, at construction: in a step the host would make them before every copy.
-    They may be used between ``allocate()`` and ``free()``. Between steps the memory belongs to
-    the allocator, and a forward pass can use it.
+    They may be used between ``allocate()`` and ``free()``. Between steps the memory belongs to the
+    allocator, and a forward pass can use it.
 
     Freeing by the size of the storage is what FSDP2 does with its all-gathered parameters.
     Source: torch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_common.py.

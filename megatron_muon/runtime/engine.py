@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the plans of a rank: local rows in, orthogonalized local rows out.
 
-``megatron_muon.plan.schedule`` defines the order of a step. For one plan with buckets 0, 1, 2,
-... and one bucket in flight beside the one in work::
+``megatron_muon.plan.schedule`` defines the order of a step. For one plan with buckets 0, 1, 2, ...
+and one bucket in flight beside the one in work::
 
     norms | gather 0 | local | gather 1 | orthogonalize 0 |           scatter 0
                      | local | gather 2 | orthogonalize 1 | yield 0 | scatter 1
@@ -50,11 +50,9 @@ class Engine:
         replica at a time, followed by an ``all_gather_into_tensor`` between replicas if they
         received anything. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
         the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
-        in fp32. It ends with ``share()`` of each plan.
-    Memory: ``staging_bytes`` while a step runs, laid out by
-        ``StagingLayout``; beside it the workspace of
-        Newton-Schulz for one stack. Between steps the tables of
-        ``RowMoves``.
+        in fp32. It ends with ``Moments.share()`` of each plan.
+    Memory: ``staging_bytes`` while a step runs, laid out by ``StagingLayout``; beside it the
+        workspace of Newton-Schulz for one stack. Between steps the tables of ``RowMoves``.
 
     Attributes:
         plans: Plans of this rank.

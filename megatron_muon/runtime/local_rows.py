@@ -47,8 +47,8 @@ class LocalRows:
     """Rows of the matrices of one plan on this rank, while a step runs.
 
     All transfers of a step are added once, at construction. In a step: ``view()`` if rows are not
-    those of the step before, ``begin()``, then ``read()`` and ``write()`` of every transfer,
-    in the same order in each step.
+    those of the step before, ``begin()``, then ``read()`` and ``write()`` of every transfer, in the
+    same order in each step.
 
     Args:
         plan: The plan, equal on all ranks of the group.
@@ -63,8 +63,8 @@ class LocalRows:
     Attributes:
         norms: Norms of blocks.
 
-    Communication: ``begin()`` is one all-reduce of 8 bytes a block if rows are sent in bf16, or
-        16 if a method needs norms.
+    Communication: ``begin()`` is one all-reduce of 8 bytes a block if rows are sent in bf16, or 16
+        if a method needs norms.
     Memory: that of ``RowMoves``, and a few bytes a block.
     """
 

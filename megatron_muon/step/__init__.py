@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer step of both front ends, on parameters described by ``megatron_muon.rows``.
 
-``MuonStep`` plans the exchange of an optimizer's matrices,
-creates its state, and steps it. ``mcore`` and ``fsdp2`` check their arguments and parameters, and
-build one each.
+``MuonStep`` plans the exchange of an optimizer's matrices, creates its state, and steps it.
+``mcore`` and ``fsdp2`` check their arguments and parameters, and build one each.
 
 Files, each importing only those above it::
 

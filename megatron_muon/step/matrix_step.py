@@ -15,9 +15,9 @@ local rows. A step is then the same for all optimizers::
             update                  subtracts results from weights
 
 A rank that runs out of memory after ranks have agreed leaves the others in a collective. Therefore
-``MatrixStep.reserve()`` allocates results, float32 momentum, messages and stacks, which stay, and
-a block of the size of the temporaries, which stays in torch's cache: temporaries of Newton-Schulz,
-of hooks, and of optimizers that step meanwhile. Small allocations come later: lists of rectangles,
+``MatrixStep.reserve()`` allocates results, float32 momentum, messages and stacks, which stay, and a
+block of the size of the temporaries, which stays in torch's cache: temporaries of Newton-Schulz, of
+hooks, and of optimizers that step meanwhile. Small allocations come later: lists of rectangles,
 norms, and state values per block.
 """
 

@@ -91,9 +91,8 @@ class MuonStep:
             parameters or plans, or one lacks memory.
 
     Communication: at construction a flag and a hash over all ranks, the collectives of
-        ``find_plan_inputs()`` and
-        ``build_engine()``, then one flag. In
-        ``step()`` the collectives of ``orthogonalize`` of ``engine``.
+        ``find_plan_inputs()`` and ``build_engine()``, then one flag. In ``step()`` the collectives
+        of ``orthogonalize`` of ``engine``.
     Memory: the state of the optimizers; while a step runs, see
         ``MatrixStep``.
     """

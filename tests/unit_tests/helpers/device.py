@@ -7,8 +7,8 @@ share the GPUs: NCCL refuses two ranks on one GPU of one host, and takes ``NCCL_
 host (``src/init.cc`` and ``src/misc/utils.cc`` of NCCL 2.28.9), so every rank has another one, and
 they connect by sockets. Where NCCL does not start so, set ``MEGATRON_MUON_TEST_BACKEND=gloo``.
 
-Tests ask ``device()`` for tensors, ``kind()`` for meshes and ``init_group()`` for the ranks'
-group. References are computed on the same device, so exact digits are compared within it.
+Tests ask ``device()`` for tensors, ``kind()`` for meshes and ``init_group()`` for the ranks' group.
+References are computed on the same device, so exact digits are compared within it.
 """
 
 import importlib.util

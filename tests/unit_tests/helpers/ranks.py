@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks for the tests: processes forked from a server that has imported megatron once.
 
-On GPUs too (``helpers.device``): the server imports megatron and leaves CUDA alone. A world of
-two ranks starts in 0.03 s on a quiet machine, the server in 10 s.
+On GPUs too (``helpers.device``): the server imports megatron and leaves CUDA alone. A world of two
+ranks starts in 0.03 s on a quiet machine, the server in 10 s.
 """
 
 import atexit
