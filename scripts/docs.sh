@@ -16,8 +16,9 @@ fi
 
 # mkdocs reads one folder, which must not be that of its configuration.
 rm -rf build/pages
-mkdir -p build/pages/tests
-ln -s "$PWD"/{docs,patches,LICENSE,*.md} build/pages
-ln -s "$PWD/tests/functional" build/pages/tests
+mkdir -p build/pages/patches build/pages/tests/functional
+for page in *.md LICENSE docs patches/README.md tests/functional/README.md; do
+    ln -s "$PWD/$page" "build/pages/$page"
+done
 
 exec .venv-docs/bin/mkdocs "${1:-build}" --strict
