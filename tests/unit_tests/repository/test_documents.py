@@ -49,6 +49,12 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
             assert (ROOT / quoted).exists(), quoted
 
 
+def test_documents_are_in_the_navigation_of_the_site() -> None:
+    """The build of the site refuses a page without a line in nav."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [name for name in map(ids, DOCUMENTS) if f": {name}\n" not in navigation] == []
+
+
 def commands() -> Iterator[tuple[str, str]]:
     """Yield document and command, on one line, of all code blocks that are indented."""
     for path in DOCUMENTS:
