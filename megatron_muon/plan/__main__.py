@@ -212,12 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, parallel = _model(options), _parallelism(options)
         report, spans = _report(options, model, parallel)
         machine = _machine(options)
-    except ValueError as error:
+        name = options.preset or (options.hf.stem if options.hf else "model")
+        if options.svg is not None:
+            title = f"{name}, the busiest of {len(report.ranks)} GPUs: estimated step of Muon"
+            options.svg.write_text(draw(spans, title))
+    except (OSError, ValueError) as error:
         parser.error(in_flags(str(error)))
-    name = options.preset or (options.hf.stem if options.hf else "model")
-    if options.svg is not None:
-        title = f"{name}, the busiest of {len(report.ranks)} GPUs: estimated step of Muon"
-        options.svg.write_text(draw(spans, title))
     if options.json:
         figures = {**vars(report), "ranks": [vars(rank) for rank in report.ranks]}
         json.dump(figures, sys.stdout)
