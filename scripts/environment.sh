@@ -62,8 +62,8 @@ find_python() {
 }
 
 build_environment() {
-    echo "environment: building .venv from requirements.lock, once: torch and all else, 5 GB on disk;" \
-        "seconds if uv has it in its cache, minutes if it is downloaded" >&2
+    echo "environment: building .venv from requirements.lock, once: 5 GB with torch," \
+        "minutes to download" >&2
     find_uv || return 1
     export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
     # A marker without a stamp means that an installation was interrupted: start again.
