@@ -33,7 +33,8 @@ fi
 sed -E -i "s|\]\(([^):#]+[^):]*)\)|](${url}/blob/${tag}/\1)|g
     s|src=\"(docs/)|src=\"${url}/raw/${tag}/\1|" README.md CHANGELOG.md
 sed -i "s|^\[project.urls\]\$|&\nRepository = \"$url\"|" pyproject.toml
-sed "1,/^## $version - /d; /^## /,\$d" CHANGELOG.md >"$repository/release_notes.md"
+# The page of a release breaks lines where its text does: one line per item.
+sed "1,/^## $version - /d; /^## /,\$d" CHANGELOG.md | sed -z 's/\n  / /g' >"$repository/release_notes.md"
 python -m build --no-isolation --outdir "$repository/dist"
 
 # Outside of the repository: Python imports from the current folder first.
