@@ -30,10 +30,12 @@ find_uv() {
         read -r -a UV <<<"$candidate"
         "${UV[@]}" --version >/dev/null 2>&1 && return 0
     done
-    echo "environment: installing uv into .uv" >&2
+    echo "environment: found no uv, installing it into .uv" >&2
+    # No warnings of pip about root or a newer pip: --target needs neither root nor a venv, and an
+    # externally managed Python takes it too.
     for candidate in python3 python3.12 /usr/bin/python3; do
-        # --target needs neither root nor a venv, and an externally managed Python takes it too.
-        "$candidate" -m pip install --quiet --upgrade --target .uv uv >&2 || continue
+        PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
+            "$candidate" -m pip install --quiet --upgrade --target .uv uv >&2 || continue
         UV=(".uv/bin/uv")
         "${UV[@]}" --version >/dev/null 2>&1 && return 0
     done
@@ -60,8 +62,9 @@ find_python() {
 }
 
 build_environment() {
+    echo "environment: building .venv from requirements.lock, once: 5 GB with torch," \
+        "minutes to download" >&2
     find_uv || return 1
-    echo "environment: building .venv from requirements.lock with $("${UV[@]}" --version)" >&2
     export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
     # A marker without a stamp means that an installation was interrupted: start again.
     if [[ -e .venv/megatron-muon.installing ]] || ! is_wanted_python .venv/bin/python; then

@@ -6,6 +6,7 @@
 # compares them: bash scripts/quickstart.sh [options of scripts/quickstart.py, see --help].
 set -euo pipefail
 
+echo "quickstart: trains a small GPT with Muon and with Adam on two CPU ranks, in about two minutes" >&2
 caller_folder=$PWD
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
