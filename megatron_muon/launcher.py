@@ -17,7 +17,7 @@ _LIST_PATCHES = "--list-patches"
 _USAGE = f"""\
 usage: torchrun [TORCHRUN OPTIONS] -m megatron_muon SCRIPT [SCRIPT ARGUMENTS]
        python -m megatron_muon {_LIST_PATCHES}
-other commands: python -m megatron_muon.plan --help, python -m megatron_muon.checkpoint --help"""
+other commands, each with --help: python -m megatron_muon.check, .plan and .checkpoint"""
 _WITHOUT_GPU = (
     "Check the driver, or run on CPU ranks over gloo from a clone of megatron-muon: "
     "torchrun --nproc-per-node 2 scripts/cpu_ranks SCRIPT [SCRIPT ARGUMENTS]"

@@ -20,7 +20,7 @@ from megatron_muon.fsdp2.gradients import (
 )
 from megatron_muon.fsdp2.loading import load_together
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
-from megatron_muon.fsdp2.settings import MuonArguments
+from megatron_muon.fsdp2.settings import MuonArguments, check_values
 from megatron_muon.fsdp2.validation import parameter_problems
 from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
@@ -221,6 +221,7 @@ class Muon(WholeMatrixMuon):
                 "add_param_group: expected all parameters at construction, which plans their "
                 "exchange, got more. Build a new optimizer with all of them."
             )
+        check_values({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as object's

@@ -3,6 +3,7 @@
 """One optimizer for all parameters: Muon for matrices, AdamW or Lion for the rest."""
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -16,13 +17,15 @@ from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose
 from megatron_muon.fsdp2.loading import ADVICE, PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
-from megatron_muon.fsdp2.settings import MuonArguments
+from megatron_muon.fsdp2.settings import MuonArguments, check_values
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
-from megatron_muon.runtime.agreement import first_line, gather_objects
+from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
 from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import elementwise_bytes
+
+logger = logging.getLogger(__name__)
 
 _ALGORITHMS = ("muon", "adamw", "lion")
 _CHANGED = (
@@ -94,8 +97,12 @@ class MuonAdamW(torch.optim.Optimizer):
         known = dict(Muon.__init__.__kwdefaults__ or {})
         del known["others"]
         if unknown := sorted(muon_options.keys() - known.keys()):
-            raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
+            raise TypeError(
+                f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out; "
+                "AdamW's are elementwise_options of from_model(), or keys of a group"
+            )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
+        params = list(params)
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
         if problems := MuonArguments(**known | self._options).problems():
             raise ValueError("; ".join(problems))
@@ -111,7 +118,13 @@ class MuonAdamW(torch.optim.Optimizer):
         self._planned: list[int] = []
         self._reasons: dict[str, str] = {}
         # torch refuses an empty list, as of a pipeline stage.
-        super().__init__(list(params) or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
+        super().__init__(params or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
+        if params and not isinstance(params[0], dict) and own_rank() == 0:
+            logger.warning(
+                "MuonAdamW: Muon steps all %d parameters, embeddings and heads too. "
+                "MuonAdamW.from_model() chooses its parameters by module and name.",
+                len(params),
+            )
 
     @classmethod
     def from_model(
@@ -149,6 +162,13 @@ class MuonAdamW(torch.optim.Optimizer):
         optimizer._reasons = {choice.name: choice.reason for choice in choices}
         return optimizer
 
+    def __repr__(self) -> str:
+        """Return the groups with their algorithms."""
+        text = super().__repr__()
+        for number, algorithm in enumerate(self.algorithms):
+            text = text.replace(f"Group {number}\n", f"Group {number}: {algorithm}\n", 1)
+        return text
+
     def summary(self) -> str:
         """Return one line per parameter: name, shape, algorithm, layout, and the reason."""
         lines = []
@@ -180,6 +200,7 @@ class MuonAdamW(torch.optim.Optimizer):
             )
         for key, value in self._defaults[algorithm].items():
             param_group.setdefault(key, value)
+        check_values(param_group)
         super().add_param_group(param_group)
         if algorithm != "muon":
             # A default that is there for schedules, see _elementwise().

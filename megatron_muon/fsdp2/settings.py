@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keyword arguments of Muon, as settings of its step."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,20 @@ from megatron_muon.step.elementwise import SCALE_MODES, WEIGHT_DECAY_METHODS, sc
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings
 from megatron_muon.step.second_moments import SecondMoments, method_problems
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    """Refuse values of a parameter group with which no step makes sense.
+
+    Raises:
+        ValueError: A learning rate or weight decay below 0, or a momentum outside of [0, 1).
+    """
+    for name, end in (("lr", math.inf), ("weight_decay", math.inf), ("momentum", 1.0)):
+        value = group.get(name, 0.0)
+        if not 0.0 <= value < end:
+            raise ValueError(
+                f"{name}: expected at least 0 and less than {end}, got {value}. Pass another"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

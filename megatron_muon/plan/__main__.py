@@ -134,6 +134,10 @@ def _model(options: argparse.Namespace) -> ModelShape:
         return dataclasses.replace(shape, **fields)
     if options.preset is not None:
         return dataclasses.replace(PRESETS[options.preset], **fields)
+    if not fields:
+        raise ValueError(
+            "model: expected --preset, --hf, or --num-layers and other flags of Megatron, got none."
+        )
     # ModelShape names a missing flag.
     return ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
 

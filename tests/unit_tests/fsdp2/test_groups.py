@@ -136,6 +136,20 @@ def test_head_is_known_by_the_rows_of_an_embedding():
     assert list(found.values()) == ["adamw", "muon", "muon", "adamw"]
 
 
+def test_parameters_without_groups_are_muons_with_a_warning(caplog):
+    """``MuonAdamW(model.parameters())``, as with torch, gave Muon embeddings silently."""
+    matrices = [torch.nn.Parameter(torch.ones(4, 3))]
+    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
+        optimizer = MuonAdamW(iter(matrices))
+    assert "Muon steps all 1 parameters" in caplog.text
+    assert "Parameter Group 0: muon" in repr(optimizer)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
+        optimizer = MuonAdamW([{"params": matrices}, {"params": [], "algorithm": "adamw"}])
+    assert not caplog.text
+    assert "Parameter Group 1: adamw" in repr(optimizer)
+
+
 def test_tensors_that_are_no_matrices_are_stepped_by_adamw(caplog):
     """Muon got decay rates, mixing factors, tokens, position tables and depthwise filters."""
     model = modules(

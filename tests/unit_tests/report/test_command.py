@@ -115,7 +115,8 @@ def test_limit_that_is_kept_is_not_refused(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--dp 8", "num_layers: expected a positive number, got 0. Pass --num-layers."),
+        ("--dp 8", "model: expected --preset, --hf, or --num-layers and other flags of Megatron"),
+        ("--hidden-size 8", "num_layers: expected a positive number, got 0. Pass --num-layers."),
         (f"{LLAMA} --ep 2", "ep: expected a divisor of 0 experts, got 2"),
         (f"{LLAMA} --dp 9 --hsdp 2", "hsdp: expected dp to be a multiple of 2 instances, got dp 9"),
         (f"{LLAMA} --tp 3", "to be a multiple of 3 tensor-parallel ranks"),
