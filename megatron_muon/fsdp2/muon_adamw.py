@@ -102,7 +102,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "AdamW's are elementwise_options of from_model(), or keys of a group"
             )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
-        params = list(params)
+        listed = list(params)
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
         if problems := MuonArguments(**known | self._options).problems():
             raise ValueError("; ".join(problems))
@@ -118,12 +118,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self._planned: list[int] = []
         self._reasons: dict[str, str] = {}
         # torch refuses an empty list, as of a pipeline stage.
-        super().__init__(params or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
-        if params and not isinstance(params[0], dict) and own_rank() == 0:
+        super().__init__(listed or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
+        if listed and not isinstance(listed[0], dict) and own_rank() == 0:
             logger.warning(
                 "MuonAdamW: Muon steps all %d parameters, embeddings and heads too. "
                 "MuonAdamW.from_model() chooses its parameters by module and name.",
-                len(params),
+                len(listed),
             )
 
     @classmethod
