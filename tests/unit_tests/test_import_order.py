@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[str, str]] = {
     "__init__": ("plan mcore", ""),
     "__main__": ("launcher", ""),
 }
-_REPORTS = ("hf_config", "model_shape", "rank_report", "simulation", "summary")
+_REPORTS = ("hf_config", "model_shape", "rank_report", "simulation", "summary", "timeline")
 # A command has the name of what users ask for, and may import anything.
 EXCEPTIONS = {
     ("plan/__main__.py", f"megatron_muon.{name}")
