@@ -4,8 +4,9 @@
 
     torchrun --nproc-per-node 2 scripts/train_fsdp2.py --steps 20 --checkpoint DIR
 
-On GPUs where there are some, otherwise on gloo ranks. Another call with the same folder goes on
-where the last one ended, on any number of ranks. Needs no megatron.
+On GPUs where there are some, otherwise on gloo ranks. Every ``--interval`` steps a checkpoint is
+written to a folder of its own in DIR. Another call, on any number of ranks, or a restart by
+torchrun (``--max-restarts``) resumes from the last complete one. Needs no megatron.
 """
 
 import argparse
@@ -56,10 +57,11 @@ def batch_of(step: int, num_rows: int, device: torch.device) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train, and write a checkpoint in the end."""
+    """Train, and write checkpoints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="steps in all")
     parser.add_argument("--checkpoint", type=Path, help="folder to go on from, and to write to")
+    parser.add_argument("--interval", type=int, default=10, help="steps between checkpoints")
     options = parser.parse_args()
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
@@ -77,10 +79,12 @@ def main() -> None:
     optimizer = MuonAdamW.from_model(model, lr=1e-2, weight_decay=0.1)
 
     first = 0
-    if options.checkpoint is not None and options.checkpoint.exists():
+    # dcp writes .metadata last: a save that was interrupted has none.
+    saved = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []
+    if saved:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "step": 0}
-        dcp.load(state, checkpoint_id=options.checkpoint)
+        dcp.load(state, checkpoint_id=saved[-1].parent)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         first = state["step"]
     for step in range(first, options.steps):
@@ -92,11 +96,12 @@ def main() -> None:
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
-            print(f"step {step + 1}: loss {mean.item():.4f}")
-    if options.checkpoint is not None:
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "step": options.steps}
-        dcp.save(state, checkpoint_id=options.checkpoint)
+            print(f"step {step + 1}: loss {mean.item():.4f}", flush=True)
+        is_due = (step + 1) % options.interval == 0 or step + 1 == options.steps
+        if options.checkpoint is not None and is_due:
+            weights, moments = get_state_dict(model, optimizer)
+            state = {"model": weights, "optimizer": moments, "step": step + 1}
+            dcp.save(state, checkpoint_id=options.checkpoint / f"step_{step + 1:06}")
     dist.destroy_process_group()
 
 

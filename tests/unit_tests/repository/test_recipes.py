@@ -20,6 +20,7 @@ RECIPES = [
     ("with_trainer", "transformers", ("--form", "class", "--state-dict-type", "FULL_STATE_DICT")),
     ("with_lightning", "lightning", ()),
     ("with_megatron_fsdp", "megatron-fsdp", ()),
+    ("with_peft", "peft", ()),
 ]
 
 
