@@ -269,24 +269,32 @@ class TensorParallelMoments(SecondMoments):
     def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
         return self._muon.tensor_shards[each.param].view.shape
 
-    def _place(self, param: torch.Tensor, values: dict[str, Any]) -> None:
-        if any(name.startswith("moment2_") for name in values):
-            return
+    def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Add missing tensors to a state that was created or loaded."""
+        super().create(state)
+        for param, (moments, index) in self._places.items():
+            # Ranks with empty shards have it too, as a save needs equal keys on all ranks.
+            if self._num_rows(moments, index) and "moment2_rows" not in state[param]:
+                is_joined = self._muon.is_joined(param)
+                state[param]["moment2_rows"] = _rows_like(param, is_joined=is_joined)
+
+    def _num_rows(self, moments: Moments, index: int) -> int:
+        """Return the rows of tall and square blocks, which have a number per row."""
+        if isinstance(self.method, Namo):
+            return 0
+        return sum(rows for rows, cols in moments.matrices[index].blocks if rows >= cols)
+
+    def _stored_views(self, param: Any) -> dict[str, torch.Tensor]:
         moments, index = self._places[param]
         numbers = local_tensor(self._views[param])
         if isinstance(self.method, Namo):
-            values[self._key(MOMENT2_BUFFER, param)] = numbers
-            return
-        # Query blocks may be tall and key blocks wide: a parameter can have both states. Ranks with
-        # empty shards have them too, as a save needs equal keys on all ranks.
-        blocks = moments.matrices[index].blocks
-        num_rows = sum(rows for rows, cols in blocks if rows >= cols)
-        if num_rows:
-            is_joined = self._muon.is_joined(param)
-            values["moment2_rows"] = _rows_like(param, is_joined=is_joined)
-        if num_rows < len(numbers):
-            wide = numbers[num_rows:].view(-1, blocks[0][1])
-            values[self._key("moment2_cols", param)] = wide
+            return {self._key(MOMENT2_BUFFER, param): numbers}
+        # Query blocks may be tall and key blocks wide: a parameter can have both states.
+        wide = numbers[self._num_rows(moments, index) :]
+        if not len(wide):
+            return {}
+        cols = moments.matrices[index].blocks[0][1]
+        return {self._key("moment2_cols", param): wide.view(-1, cols)}
 
     def _key(self, name: str, param: Any) -> str:
         """Return the name of a state that is the same on all ranks that hold a block.

@@ -297,6 +297,8 @@ class MuonStep:
         if self._main_params.params:
             self._main_params.follow(self.state())
             weights = [s.get(MAIN_PARAM, p) for s, p in zip(states, params, strict=True)]
+        if self._moments.method is not None:
+            self._moments.follow(self.state())
         try:
             with self._moments.kept(without):
                 self._matrix_step.step(

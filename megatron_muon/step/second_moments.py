@@ -84,6 +84,7 @@ class SecondMoments:
         # Values of its plan, and index of its first matrix, by parameter.
         self._places: dict[torch.Tensor, tuple[Moments, int]] = {}
         self._views: dict[torch.Tensor, torch.Tensor] = {}
+        self._stored: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def attach(
         self,
@@ -111,6 +112,7 @@ class SecondMoments:
                 self._places[each.param] = moments, first
                 values = moments.values[slice(*moments.range_of(first, counts[each.param]))]
                 self._views[each.param] = _sharded(each.view, values, len(plan_input.domain.ranks))
+                self._stored[each.param] = self._stored_views(each.param)
                 first += counts[each.param]
         if isinstance(self.method, Namo):
             return [GradientNorms(step.params, engine)]
@@ -133,17 +135,24 @@ class SecondMoments:
         return shape[::-1] if each.is_transposed else shape
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Add missing tensors to a state, and copy loaded values into the values of plans."""
+        """Add missing tensors to a state that was created or loaded."""
         for param, values in state.items():
             if self.is_elementwise and "momentum_buffer" in values and MOMENT2_BUFFER not in values:
                 values[MOMENT2_BUFFER] = torch.zeros_like(param, dtype=torch.float32)
-        for param in self._places:
-            self._place(param, state[param])
+        self.follow(state)
 
-    def _place(self, param: torch.Tensor, values: dict[str, Any]) -> None:
-        view = self._views[param]
-        local_tensor(view).copy_(local_tensor(values.get(MOMENT2_BUFFER, view)))
-        values[MOMENT2_BUFFER] = view
+    def follow(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Read tensors that are not views of the values of plans: loaded, or offloaded since."""
+        for param, views in self._stored.items():
+            for name, view in views.items():
+                own, stored = local_tensor(view), local_tensor(state[param].get(name, view))
+                if own.data_ptr() != stored.data_ptr():
+                    own.copy_(stored)
+                state[param][name] = view
+
+    def _stored_views(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state of a parameter by name, views of the values of its plan."""
+        return {MOMENT2_BUFFER: self._views[param]}
 
     def publish(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Complete a state before a save; nothing to do for views."""

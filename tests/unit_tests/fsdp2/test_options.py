@@ -203,6 +203,26 @@ def test_own_method_is_called_with_results_and_its_state():
     torch.testing.assert_close(moments[1], means, rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("method", [None, "normuon", "namo", "adamuon"])
+def test_state_that_was_offloaded_between_steps_is_followed(method):
+    """Trainers of reinforcement learning replace tensors of states: second moments went stale."""
+    found = []
+    for is_offloaded in (False, True):
+        params = [torch.nn.Parameter(drawn(shape, 0)) for shape in ((9, 4), (2, 3, 5))]
+        muon = Muon(params, lr=0.1, adaptive=method)
+        for step in range(3):
+            for i, param in enumerate(params):
+                param.grad = drawn(param.shape, 10 * step + i)
+            muon.step()
+            for state in muon.state.values() if is_offloaded else ():
+                for key in list(state):
+                    before, state[key] = state[key], state[key].clone()
+                    before.fill_(float("nan"))
+        states = (value for param in params for value in muon.state[param].values())
+        found.append([*(param.detach() for param in params), *states])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize(
     ("mode", "factor"),
     [

@@ -263,6 +263,34 @@ def _calls_of_many_blocks(num_layers: int = 24) -> dict[str, tuple[int, dict[str
     }
 
 
+def _offloaded_between_steps() -> list[str]:
+    """Step with the second moments of the state replaced by copies, and list what differs."""
+    found: dict[bool, list[Any]] = {False: [], True: []}
+    for method, is_offloaded in itertools.product(("normuon", "namo"), found):
+        built = build_optimizers(2, sharded=_adaptive(method), cases=CASES[2])
+        states = [built.sharded.state[param] for param, *_ in built.params]
+        for step in range(3):
+            built.set_gradients(step)
+            built.sharded.step()
+            built.sharded.muon_step.publish_moments()
+            for state in states if is_offloaded else ():
+                for key in [key for key in state if key.startswith("moment2_")]:
+                    before, state[key] = state[key], state[key].clone()
+                    before.fill_(float("nan"))
+        moments = [
+            (key, getattr(state[key], "_local_tensor", state[key]))
+            for state in states
+            for key in state
+            if "2_" in key
+        ]
+        found[is_offloaded] += [*moments, *enumerate(value for value, _ in built.state())]
+    return [
+        str(name)
+        for (name, a), (_, b) in zip(*found.values(), strict=True)
+        if not torch.equal(a, b)
+    ]
+
+
 def _refusals() -> list[str]:
     with pytest.raises(ValueError) as decay:
         build_optimizers(2, {"use_decoupled_weight_decay": False}, {}, sharded=_adaptive("namo"))
@@ -276,6 +304,7 @@ CASES_BY_WORLD = {
         "calls": _calls_of_many_blocks,
         "sums": functools.partial(_step_by_block, "namo", 2, {}, is_exact=False),
         "refusals": _refusals,
+        "offload": _offloaded_between_steps,
     },
     3: {"order": _step_shards_that_start_within_a_query_group},
     4: {
@@ -336,6 +365,11 @@ def test_state_of_a_whole_block_has_one_name_on_its_ranks():
     # Replicated by tensor parallelism: equal on both.
     assert apart[0]["layer.2.weight.moment2_rows"] == [32, 1]
     assert namo[0]["layer.5.weight.moment2_buffer"] == [3]
+
+
+def test_second_moments_that_were_offloaded_are_followed():
+    """Trainers that offload states between steps replace tensors: their moments went stale."""
+    assert results(2)["offload"] == [[]] * 2
 
 
 def test_what_cannot_be_normalized_is_refused_with_the_reason():
