@@ -260,34 +260,38 @@ def _mean_curve(
 
 
 def changes(base: Run) -> dict[str, list[Run]]:
-    """Return runs that differ in one setting, or in the rate at another batch or warm-up."""
+    """Return runs that differ in one setting; also momentum in longer runs, rates by batch."""
     fields = SETTINGS | (MUON_SETTINGS if base.optimizer in SCALES else {})
     rows = {f: [base._replace(**{f: value}) for value in fields[f]] for f in fields}
-    others = {"warm_up 0.2": base._replace(warm_up=0.2)}
-    for batch in (BATCH // 2, BATCH, 2 * BATCH):
-        steps = base.steps * BATCH // batch  # Equal tokens.
-        others[f"batch {batch}"] = base._replace(batch=batch, steps=steps)
-    for name, run in others.items():
-        rows[f"rate, {name}"] = [run._replace(rate=factor * run.rate) for factor in (0.5, 1, 2)]
+    if "momentum" in rows:
+        longer = base._replace(steps=4 * base.steps)
+        rows["momentum, 4 x steps"] = [longer._replace(momentum=m) for m in (0.8, 0.95)]
+    for batch in (BATCH // 2, 2 * BATCH):
+        run = base._replace(batch=batch, steps=base.steps * BATCH // batch)  # Equal tokens.
+        rates = [factor * base.rate for factor in (0.5, 1, 2)]
+        rows[f"rate, batch {batch}"] = [run._replace(rate=rate) for rate in rates]
     return rows
 
 
 def settings_table(results: dict[Run, dict[str, Any]], bases: Sequence[Run]) -> Iterator[str]:
-    """Yield the table of settings: mean loss, and the lowest and highest change of a seed."""
+    """Yield the table of settings: mean losses, and the range over seeds of their changes."""
 
     def losses(run: Run) -> list[float]:
         return [result["validation"] for r, result in results.items() if r._replace(seed=0) == run]
 
-    def cell(label: str, run: Run, base: Run) -> str:
-        change = [new - old for new, old in zip(losses(run), losses(base), strict=True)]
-        text = f"{getattr(run, label.partition(',')[0]):g}: {statistics.fmean(losses(run)):.3f}"
-        return f"{text} ({min(change):+.2f}, {max(change):+.2f})" if any(change) else f"**{text}**"
+    def cells(label: str, base: Run) -> Iterator[str]:
+        field, row = label.partition(",")[0], changes(base).get(label, [])
+        for run in row:
+            (usual,) = (r for r in row if getattr(r, field) == getattr(base, field))
+            change = [new - old for new, old in zip(losses(run), losses(usual), strict=True)]
+            text = f"{getattr(run, field):g}: {statistics.fmean(losses(run)):.3f}"
+            spread = f" ({min(change):+.2f}, {max(change):+.2f})"
+            yield f"**{text}**" if run == usual else text + spread
 
     yield "| setting | " + " | ".join(base.optimizer for base in bases) + " |"
     yield "| --- |" + " --- |" * len(bases)
     for label in changes(bases[-1]):
-        cells = ["; ".join(cell(label, r, b) for r in changes(b).get(label, [])) for b in bases]
-        yield f"| {label} | " + " | ".join(cells) + " |"
+        yield f"| {label} | " + " | ".join("; ".join(cells(label, base)) for base in bases) + " |"
 
 
 def draw(points: Points) -> str:

@@ -24,9 +24,10 @@ def test_sweep_goes_on_and_draws(tmp_path, monkeypatch, capsys):
     assert all(color in picture for color in sweep.COLORS.values())
     file = tmp_path / "runs.jsonl"
     results = sweep.finished(file)
-    # The second part trains 11 and 12 more runs than the first.
-    assert len(results) == 7 + 23
-    assert all(len(results[run]["losses"]) * run.batch == 10 * sweep.BATCH for run in results)
+    # The second part trains 7 and 10 more runs.
+    assert len(results) == 7 + 17
+    assert all(len(results[run]["losses"]) == run.steps for run in results)
+    assert {run.steps * run.batch for run in results} == {10 * sweep.BATCH, 40 * sweep.BATCH}
     # The switch changes the second half alone.
     (switch,) = (run for run in results if run.optimizer == sweep.SWITCH)
     switched, adamw = results[switch], results[switch._replace(optimizer="AdamW")]
