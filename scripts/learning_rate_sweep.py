@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Final loss by learning rate for AdamW and Muon, at two widths and with three seeds.
+"""Final loss of AdamW and Muon by learning rate, at two widths and with three seeds; by settings.
 
     .venv/bin/python scripts/learning_rate_sweep.py
 
 A small byte-level transformer learns the sources of Python's standard library, in one process a
-run, on CPUs. Finished runs are kept in ``sweep_output/runs.jsonl``: another call goes on where the
-last one ended. Then it prints the tables of docs/adamw_to_muon.md, and writes their picture.
+run, on CPUs. The second part changes one setting at a time, from the best rates of the first, at
+the smaller width. Finished runs are kept in ``sweep_output/runs.jsonl``: another call goes on where
+the last one ended. Then it prints the tables of docs/adamw_to_muon.md, and writes their picture.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from torch import nn
 from megatron_muon.fsdp2 import MuonAdamW
 
 LENGTH, BATCH, LAYERS, HEAD = 128, 16, 4, 32
-WARM_UP, LAST_RATE, VALIDATION_BATCHES = 0.1, 0.1, 32
+LAST_RATE, VALIDATION_BATCHES = 0.1, 32
 WIDTHS, SEEDS = (64, 128), (0, 1, 2)
 # Updates have the RMS of AdamW's with match_adamw, and are five times as large with spectral.
 SCALES = {"Muon, match_adamw": "match_adamw", "Muon, spectral": "spectral"}
@@ -40,6 +41,10 @@ RATES = {
 COLORS = {"AdamW": "#d55e00", "Muon, match_adamw": "#0072b2", "Muon, spectral": "#009e73"}
 # AdamW for half of the steps, then Muon for its matrices, at one learning rate.
 SWITCH = "AdamW, then Muon"
+# Of the first part (docs/adamw_to_muon.md), for the second part alone; half of them at width 128.
+BEST_AT_64 = {"AdamW": 4e-3, "Muon, match_adamw": 3.2e-2}
+SETTINGS = {"warm_up": (0.0, 0.05, 0.1, 0.2), "weight_decay": (0.0, 0.1, 0.3)}
+MUON_SETTINGS = {"momentum": (0.6, 0.8, 0.9, 0.95, 0.98), "nesterov": (False, True)}
 
 
 class Run(NamedTuple):
@@ -51,6 +56,11 @@ class Run(NamedTuple):
         rate: Highest learning rate.
         seed: Of weights and of the order of the data.
         steps: Number of steps.
+        batch: Sequences of a step.
+        warm_up: Fraction of the steps.
+        weight_decay: Of all parameters.
+        momentum: Of Muon.
+        nesterov: Of Muon.
     """
 
     optimizer: str
@@ -58,6 +68,11 @@ class Run(NamedTuple):
     rate: float
     seed: int
     steps: int
+    batch: int = BATCH
+    warm_up: float = 0.1
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
 
 
 class Block(nn.Module):
@@ -110,22 +125,22 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def batches(data: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
-    """Yield random batches, ``(BATCH, LENGTH + 1)``."""
+def batches(data: torch.Tensor, seed: int, batch: int) -> Iterator[torch.Tensor]:
+    """Yield random batches, ``(batch, LENGTH + 1)``."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        starts = torch.randint(len(data) - LENGTH, (BATCH, 1), generator=generator)
+        starts = torch.randint(len(data) - LENGTH, (batch, 1), generator=generator)
         yield data[starts + torch.arange(LENGTH + 1)].long()
 
 
-def optimizer_of(name: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+def optimizer_of(name: str, model: nn.Module, run: Run) -> torch.optim.Optimizer:
     """Build an optimizer; beside Muon, AdamW has its settings of the other runs."""
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": run.weight_decay}
     if name == "AdamW":
-        return torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1)
-    scale = SCALES.get(name, "match_adamw")
-    return MuonAdamW.from_model(
-        model, rate, scale_mode=scale, betas=(0.9, 0.95), weight_decay=0.1, fp32_matmul_prec="high"
-    )
+        return torch.optim.AdamW(model.parameters(), run.rate, **options)
+    options |= {"scale_mode": SCALES.get(name, "match_adamw"), "fp32_matmul_prec": "high"}
+    options |= {"momentum": run.momentum, "nesterov": run.nesterov}
+    return MuonAdamW.from_model(model, run.rate, **options)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -137,12 +152,12 @@ def train(run: Run) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     model, border = Model(run.width), int(0.95 * len(text))
     is_switched = run.optimizer == SWITCH
-    optimizer = optimizer_of("AdamW" if is_switched else run.optimizer, model, run.rate)
-    data, losses = batches(text[:border], 1000 + run.seed), []
+    optimizer = optimizer_of("AdamW" if is_switched else run.optimizer, model, run)
+    data, losses = batches(text[:border], 1000 + run.seed, run.batch), []
     for step in range(run.steps):
         if is_switched and step == run.steps // 2:
-            optimizer = optimizer_of(run.optimizer, model, run.rate)
-        warm_up = WARM_UP * run.steps
+            optimizer = optimizer_of(run.optimizer, model, run)
+        warm_up = max(1.0, run.warm_up * run.steps)
         cosine = 0.5 + 0.5 * math.cos(math.pi * max(0.0, step - warm_up) / (run.steps - warm_up))
         factor = min((step + 1) / warm_up, LAST_RATE + (1 - LAST_RATE) * cosine)
         for group in optimizer.param_groups:
@@ -153,7 +168,7 @@ def train(run: Run) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    held_out = batches(text[border:], 0)
+    held_out = batches(text[border:], 0, BATCH)
     with torch.no_grad():
         validation = [model(next(held_out)).item() for _ in range(VALIDATION_BATCHES)]
     return {**run._asdict(), "losses": losses, "validation": statistics.fmean(validation)}
@@ -163,7 +178,7 @@ def finished(file: Path) -> dict[Run, dict[str, Any]]:
     """Return the results of a file by run."""
     lines = file.read_text().splitlines() if file.exists() else []
     results = map(json.loads, lines)
-    return {Run(*(each[name] for name in Run._fields)): each for each in results}
+    return {Run(**{n: each[n] for n in Run._fields if n in each}): each for each in results}
 
 
 def train_all(runs: Sequence[Run], file: Path, workers: int) -> dict[Run, dict[str, Any]]:
@@ -180,11 +195,8 @@ def train_all(runs: Sequence[Run], file: Path, workers: int) -> dict[Run, dict[s
             run = Run(*(result[name] for name in Run._fields))
             results[run] = result
             minutes = (time.monotonic() - start) / 60
-            print(
-                f"{number}/{len(missing)}, {minutes:.0f} min: {run.optimizer}, width {run.width}, "
-                f"{run.rate:g}, seed {run.seed}: {result['validation']:.4f}",
-                flush=True,
-            )
+            text = f"{number}/{len(missing)}, {minutes:.0f} min: {result['validation']:.4f} {run}"
+            print(text, flush=True)
     return {run: results[run] for run in runs}
 
 
@@ -247,6 +259,41 @@ def _mean_curve(
     return [statistics.fmean(means[max(0, i - 19) : i + 1]) for i in range(len(means))]
 
 
+def changes(base: Run) -> dict[str, list[Run]]:
+    """Return runs that differ in one setting; also momentum in longer runs, rates by batch."""
+    fields = SETTINGS | (MUON_SETTINGS if base.optimizer in SCALES else {})
+    rows = {f: [base._replace(**{f: value}) for value in fields[f]] for f in fields}
+    if "momentum" in rows:
+        longer = base._replace(steps=4 * base.steps)
+        rows["momentum, 4 x steps"] = [longer._replace(momentum=m) for m in (0.8, 0.95)]
+    for batch in (BATCH // 2, 2 * BATCH):
+        run = base._replace(batch=batch, steps=base.steps * BATCH // batch)  # Equal tokens.
+        rates = [factor * base.rate for factor in (0.5, 1, 2)]
+        rows[f"rate, batch {batch}"] = [run._replace(rate=rate) for rate in rates]
+    return rows
+
+
+def settings_table(results: dict[Run, dict[str, Any]], bases: Sequence[Run]) -> Iterator[str]:
+    """Yield the table of settings: mean losses, and the range over seeds of their changes."""
+
+    def losses(run: Run) -> list[float]:
+        return [result["validation"] for r, result in results.items() if r._replace(seed=0) == run]
+
+    def cells(label: str, base: Run) -> Iterator[str]:
+        field, row = label.partition(",")[0], changes(base).get(label, [])
+        for run in row:
+            (usual,) = (r for r in row if getattr(r, field) == getattr(base, field))
+            change = [new - old for new, old in zip(losses(run), losses(usual), strict=True)]
+            text = f"{getattr(run, field):g}: {statistics.fmean(losses(run)):.3f}"
+            spread = f" ({min(change):+.2f}, {max(change):+.2f})"
+            yield f"**{text}**" if run == usual else text + spread
+
+    yield "| setting | " + " | ".join(base.optimizer for base in bases) + " |"
+    yield "| --- |" + " --- |" * len(bases)
+    for label in changes(bases[-1]):
+        yield f"| {label} | " + " | ".join("; ".join(cells(label, base)) for base in bases) + " |"
+
+
 def draw(points: Points) -> str:
     """Return a picture: loss by learning rate, a panel a width, bands from the seeds."""
     widths = sorted({width for _, width in points})
@@ -307,24 +354,29 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each")
+    parser.add_argument("--settings", action="store_true", help="second part alone, at known rates")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / "runs.jsonl"
-    runs = [
-        Run(optimizer, width, rate, seed, options.steps)
-        for seed, width in itertools.product(options.seeds, options.widths)
-        for optimizer, rates in RATES.items()
-        for rate in rates
+    file, steps = options.output / "runs.jsonl", options.steps
+    pairs, points = list(itertools.product(options.seeds, options.widths)), {}
+    if not options.settings:
+        curves = [(optimizer, rate) for optimizer, rates in RATES.items() for rate in rates]
+        runs = [Run(o, width, rate, seed, steps) for seed, width in pairs for o, rate in curves]
+        results = train_all(runs, file, options.workers)
+        points = points_of(results)
+        runs = [Run(SWITCH, w, best_rate(points, "AdamW", w), seed, steps) for seed, w in pairs]
+        results |= train_all(runs, file, options.workers)
+        print("\n".join([*tables(results, steps), ""]))
+        (options.output / "learning_rates.svg").write_text(draw(points))
+    width = min(options.widths)
+    bases = [
+        Run(name, width, best_rate(points, name, width) if points else rate * 64 / width, 0, steps)
+        for name, rate in BEST_AT_64.items()
     ]
-    results = train_all(runs, file, options.workers)
-    points = points_of(results)
-    switches = [
-        Run(SWITCH, width, best_rate(points, "AdamW", width), seed, options.steps)
-        for seed, width in itertools.product(options.seeds, options.widths)
-    ]
-    results |= train_all(switches, file, options.workers)
-    print("\n".join(tables(results, options.steps)))
-    (options.output / "learning_rates.svg").write_text(draw(points))
+    rows = [row for base in bases for row in changes(base).values()]
+    runs = [run._replace(seed=seed) for seed in options.seeds for row in rows for run in row]
+    results = train_all(list(dict.fromkeys(runs)), file, options.workers)
+    print("\n".join(settings_table(results, bases)))
 
 
 if __name__ == "__main__":
