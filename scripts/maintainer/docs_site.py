@@ -3,8 +3,8 @@
 """Hook of mkdocs and extension of griffe for the documentation site.
 
 Search ranks titles high: pasted error messages and questions would not lead to their page, and the
-reference would hide all others. griffe would take the first line of ``Communication: ...`` for the title of a note, and Markdown
-shows both colons of ``::``.
+reference would hide all others. griffe would take the first line of ``Communication: ...`` for the
+title of a note, and Markdown shows both colons of ``::``.
 """
 
 import inspect
