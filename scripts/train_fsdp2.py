@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 scripts/train_fsdp2.py --steps 20 --checkpoint DIR
 
 On GPUs where there are some, otherwise on gloo ranks. Every ``--interval`` steps a checkpoint is
-written to a folder of its own in DIR. Another call, on any number of ranks, or a restart by
+written to a folder of its own in DIR. Another call, on other ranks too, or a restart by
 torchrun (``--max-restarts``) resumes from the last complete one. Needs no megatron.
 """
 
@@ -63,6 +63,10 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="folder to go on from, and to write to")
     parser.add_argument("--interval", type=int, default=10, help="steps between checkpoints")
     options = parser.parse_args()
+    if options.interval < 1 or BATCH % int(os.environ["WORLD_SIZE"]):
+        parser.error(
+            f"expected an interval of 1 or more, and a number of ranks that divides {BATCH}"
+        )
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
     if is_gpu:
@@ -80,7 +84,7 @@ def main() -> None:
 
     first = 0
     # dcp writes .metadata last: a save that was interrupted has none.
-    saved = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []
+    saved = sorted(options.checkpoint.glob("step_*/.metadata")) if options.checkpoint else []
     if saved:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "step": 0}

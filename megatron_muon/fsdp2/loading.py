@@ -117,6 +117,11 @@ def _problem(
     expected = _KEYS.get(algorithm, current.keys())
     if keys != expected:
         return f"expected {sorted(expected)} of {algorithm}, got {sorted(keys)}"
+    for name in current.keys() & {MOMENT2_BUFFER}:
+        if saved[name].shape != current[name].shape:
+            return (
+                f"expected {name} of {tuple(current[name].shape)}, got {tuple(saved[name].shape)}"
+            )
     sharding = _sharding(saved.get("momentum_buffer", param))
     if sharding != _sharding(param):
         return (

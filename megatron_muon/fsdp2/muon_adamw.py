@@ -103,6 +103,7 @@ class MuonAdamW(torch.optim.Optimizer):
             )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         listed = list(params)
+        is_chosen = any(isinstance(each, dict) and "algorithm" in each for each in listed)
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
         if problems := MuonArguments(**known | self._options).problems():
             raise ValueError("; ".join(problems))
@@ -119,11 +120,10 @@ class MuonAdamW(torch.optim.Optimizer):
         self._reasons: dict[str, str] = {}
         # torch refuses an empty list, as of a pipeline stage.
         super().__init__(listed or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
-        if listed and not isinstance(listed[0], dict) and own_rank() == 0:
+        if listed and not is_chosen and own_rank() == 0:
             logger.warning(
-                "MuonAdamW: Muon steps all %d parameters, embeddings and heads too. "
-                "MuonAdamW.from_model() chooses its parameters by module and name.",
-                len(listed),
+                "MuonAdamW: no group names its algorithm, so Muon steps all parameters, embeddings "
+                "and heads too. MuonAdamW.from_model() chooses by module and name."
             )
 
     @classmethod

@@ -3,6 +3,7 @@
 """Keyword arguments of Muon, as settings of its step."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,13 +25,18 @@ def check_values(group: Mapping[str, Any]) -> None:
     """Refuse values of a parameter group with which no step makes sense.
 
     Raises:
-        ValueError: A learning rate or weight decay below 0, or a momentum outside of [0, 1).
+        ValueError: A learning rate or weight decay below 0, a momentum outside of [0, 1), or
+            something that is neither a number nor a tensor without dimensions.
     """
     for name, end in (("lr", math.inf), ("weight_decay", math.inf), ("momentum", 1.0)):
         value = group.get(name, 0.0)
-        if not 0.0 <= value < end:
+        is_scalar = (
+            isinstance(value, numbers.Real | torch.Tensor) and getattr(value, "ndim", 0) == 0
+        )
+        if not is_scalar or not 0.0 <= value < end:
             raise ValueError(
-                f"{name}: expected at least 0 and less than {end}, got {value}. Pass another"
+                f"{name}: expected a number, at least 0 and less than {end}, got {value!r}. Pass "
+                "another"
             )
 
 

@@ -30,7 +30,7 @@ from megatron_muon.report.summary import (
     memory_under_megatron_fsdp,
     summary,
 )
-from megatron_muon.report.timeline import Span, draw, timeline
+from megatron_muon.report.timeline import draw
 from megatron_muon.user_errors import in_flags
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--ranks", action="store_true", help="figures by rank too")
     output.add_argument("--json", action="store_true", help="print JSON instead")
     output.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw the step of the busiest GPU and its links"
+        "--svg", type=Path, metavar="FILE", help="draw the step of the slowest GPU and its links"
     )
     return parser
 
@@ -181,10 +181,7 @@ def _refuse_with_fsdp2(options: argparse.Namespace) -> None:
         )
 
 
-def _report(
-    options: argparse.Namespace, model: ModelShape, parallel: Parallelism
-) -> tuple[Report, list[Span]]:
-    """Return the figures of a job, and the step of the rank with the longest Newton-Schulz."""
+def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelism) -> Report:
     splits = Splits(
         qkv=not options.muon_no_split_qkv,
         glu=options.muon_split_glu,
@@ -203,9 +200,7 @@ def _report(
     problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
     if problem is not None:
         raise ValueError(problem)
-    busiest = max(report.ranks, key=lambda rank: rank.newton_schulz_ns)
-    orders = [plan.order for plan in plans if busiest.rank in plan.ranks]
-    return report, timeline(busiest, orders)
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,12 +209,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         model, parallel = _model(options), _parallelism(options)
-        report, spans = _report(options, model, parallel)
+        report = _report(options, model, parallel)
         machine = _machine(options)
         name = options.preset or (options.hf.stem if options.hf else "model")
         if options.svg is not None:
-            title = f"{name}, the busiest of {len(report.ranks)} GPUs: estimated step of Muon"
-            options.svg.write_text(draw(spans, title))
+            slowest = max(report.ranks, key=lambda rank: rank.step_ns)
+            title = f"{name}, the slowest of {len(report.ranks)} GPUs: estimated step of Muon"
+            options.svg.write_text(draw(slowest.timeline(), title))
     except (OSError, ValueError) as error:
         parser.error(in_flags(str(error)))
     if options.json:
@@ -235,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             memory = memory_under_megatron_fsdp(
                 model, parallel, report, has_fp32_gradients=has_fp32
             )
-        lines = [*summary(name, model, parallel, report, memory, machine, spans, is_fsdp2=is_fsdp2)]
+        lines = [*summary(name, model, parallel, report, memory, machine, is_fsdp2=is_fsdp2)]
         lines += table(report) if options.ranks else []
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0

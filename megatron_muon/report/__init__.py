@@ -6,10 +6,10 @@ It imports no torch, and no plan depends on it.
 
 Files, each importing only those above it::
 
+    timeline     the step of one rank on its GPU and links, and a picture
     rank_report  numbers of every rank, and their table
     model_shape  the matrices of a transformer, by layer, and published shapes
     hf_config    shapes from the config.json of transformers
     simulation   plans of all domains of a job, from the shape of a model
-    timeline     the step of one rank on its GPU and links, and a picture
     summary      memory and time beside AdamW, and what limits a step
 """

@@ -11,8 +11,10 @@ from typing import Any
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Part
+from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.sizes import Traffic
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
+from megatron_muon.report.timeline import Round, Span, timeline
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,9 @@ class RankReport:
         num_matrices: Owned matrices, parts included.
         num_calls: Calls of Newton-Schulz, one per stack.
         local_ns: The part of ``newton_schulz_ns`` that needs no exchange.
-        rounds: Estimated times of rows, results and Newton-Schulz, by plan and bucket.
+        orders: Its plans.
+        rounds: Estimated times, by plan and bucket.
+        step_ns: Estimated step, waits for messages included.
     """
 
     rank: int
@@ -49,12 +53,23 @@ class RankReport:
     num_matrices: int = 0
     num_calls: int = 0
     local_ns: int = 0
-    rounds: list[list[list[int]]] = field(default_factory=list)
+    orders: list[PlanOrder] = field(default_factory=list)
+    rounds: list[list[Round]] = field(default_factory=list)
+    step_ns: int = 0
 
     @property
     def traffic_ns(self) -> int:
         """Estimated time of the busier direction of its links."""
         return max(self.send_ns, self.receive_ns)
+
+    def timeline(self) -> list[Span]:
+        """Estimate its step."""
+        return timeline(self.local_ns, self.rounds, self.orders)
+
+    def add(self, bucket: int, **times_ns: int) -> None:
+        """Add times to a round of the plan that was added last."""
+        times = self.rounds[-1][bucket]._asdict()
+        self.rounds[-1][bucket] = Round(**{k: times[k] + times_ns.get(k, 0) for k in times})
 
 
 @dataclass
@@ -76,6 +91,7 @@ class Report:
         busiest_ns: Newton-Schulz time of the busiest rank.
         busiest_over_ideal: Busiest Newton-Schulz time over the ideal.
         min_step_ns: Time of the busiest GPU or link: no step is shorter.
+        step_ns: Estimated step of the slowest rank.
         moved_fraction: Elements sent to owners over all elements.
         bytes_sent: Bytes that all ranks send.
         max_staging_bytes: Staging memory of the fullest rank.
@@ -95,6 +111,7 @@ class Report:
     busiest_ns: int = 0
     busiest_over_ideal: float = 1.0
     min_step_ns: int = 0
+    step_ns: int = 0
     moved_fraction: float = 0.0
     bytes_sent: int = 0
     max_staging_bytes: int = 0
@@ -110,13 +127,14 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     for plan in plans:
         _add_matrices(report, by_rank, plan)
         for rank in plan.ranks:
-            by_rank[rank].rounds.append([[0, 0, 0] for _ in plan.buckets])
+            by_rank[rank].orders.append(plan.order)
+            by_rank[rank].rounds.append([Round()] * len(plan.buckets))
         for rank, time_ns in _add_calls(by_rank, plan, plan.local):
             by_rank[rank].local_ns += time_ns
         for number, bucket in enumerate(plan.buckets):
             _add_traffic(report, by_rank, plan, number)
             for rank, time_ns in _add_calls(by_rank, plan, bucket):
-                by_rank[rank].rounds[-1][number][2] += time_ns
+                by_rank[rank].add(number, newton_schulz=time_ns)
         for rank, plan_staging in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
             staging[rank].append(plan_staging)
     # Most ranks stage the same.
@@ -128,6 +146,9 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     report.ideal_ns //= len(by_rank)
     report.busiest_ns = max(rank.newton_schulz_ns for rank in report.ranks)
     report.busiest_over_ideal = report.busiest_ns / report.ideal_ns if report.ideal_ns else 1.0
+    for each in report.ranks:
+        each.step_ns = round(max((span.end for span in each.timeline()), default=0))
+    report.step_ns = max(rank.step_ns for rank in report.ranks)
     report.min_step_ns = max(max(r.newton_schulz_ns, r.traffic_ns) for r in report.ranks)
     report.moved_fraction = report.moved_elements / max(1, report.num_elements)
     report.bytes_sent = sum(rank.bytes_sent for rank in report.ranks)
@@ -182,9 +203,11 @@ def _add_traffic(
             rank.bytes_received += passed_on
             rank.send_ns += time_ns
             rank.receive_ns += time_ns
-            rank.rounds[-1][number][1] += time_ns
-    widths = (dtypes.gather_bytes, dtypes.scatter_bytes)
-    for way, (traffic, width) in enumerate(zip((rows, results), widths, strict=True)):
+            rank.add(number, results=time_ns)
+    for name, traffic, width in (
+        ("rows", rows, dtypes.gather_bytes),
+        ("results", results, dtypes.scatter_bytes),
+    ):
         for rank in map(by_rank.__getitem__, plan.ranks):
             sent, received = (
                 [width * elements[rank.rank, on_node] for on_node in (True, False)]
@@ -195,7 +218,7 @@ def _add_traffic(
             rank.send_ns += send_ns
             rank.bytes_received += sum(received)
             rank.receive_ns += receive_ns
-            rank.rounds[-1][number][way] += max(send_ns, receive_ns)
+            rank.add(number, **{name: max(send_ns, receive_ns)})
 
 
 def _add_calls(
@@ -259,7 +282,10 @@ def table(report: Report) -> Iterator[str]:
         f"lower bound {report.lower_bound_bytes / 1e6 / len(ranks):,.1f} MB; norms "
         f"{report.norm_bytes:,} bytes"
     )
-    yield f"step: {report.min_step_ns / 1e6:.3f} ms at least, in {report.num_buckets} buckets"
+    yield (
+        f"step: {report.step_ns / 1e6:.3f} ms on the slowest rank, {report.min_step_ns / 1e6:.3f} "
+        f"ms at least, in {report.num_buckets} buckets"
+    )
     yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
     # Only the busiest of many ranks are listed: they decide the step.
     shown = sorted(ranks, key=lambda rank: (-rank.newton_schulz_ns, rank.rank))[:_MAX_RANKS_SHOWN]

@@ -3,14 +3,13 @@
 """Memory and time of Muon beside AdamW's, for a job that does not run, in a few lines."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron_muon.plan.layout import Splits
 from megatron_muon.report.model_shape import ModelShape, Parameter
 from megatron_muon.report.rank_report import Report
 from megatron_muon.report.simulation import Parallelism
-from megatron_muon.report.timeline import Span
 
 _FP32, _BF16 = 4, 2
 
@@ -170,14 +169,10 @@ def summary(
     report: Report,
     memory: Memory,
     machine: Machine,
-    spans: Sequence[Span],
     *,
     is_fsdp2: bool,
 ) -> Iterator[str]:
-    """Yield the lines that answer: does it fit, how long is a step, and what limits it.
-
-    ``spans`` are the step of the rank with the longest Newton-Schulz.
-    """
+    """Yield the lines that answer: does it fit, how long is a step, and what limits it."""
     dense, experts = count_layers(model, Parallelism(1), is_fsdp2=is_fsdp2)
     num_ranks = parallel.stage_size * parallel.pp
     muon = dense.muon + experts.muon
@@ -205,17 +200,17 @@ def summary(
         if left_gb > 0
         else f"does not fit: {-left_gb:.1f} GB more than {machine.gpu_gb:.0f} GB. Use more GPUs"
     )
-    # Ranks with less Newton-Schulz may have more messages.
-    step_ns = max(report.min_step_ns, max((span.end for span in spans), default=0))
+    slowest = max(report.ranks, key=lambda rank: rank.step_ns)
     traffic_ns = max(rank.traffic_ns for rank in report.ranks)
     yield (
-        f"step of Muon: {step_ns / 1e6:.1f} ms; Newton-Schulz {report.busiest_ns / 1e6:.1f} ms on "
-        f"the busiest GPU, which waits {(step_ns - report.busiest_ns) / 1e6:.1f} ms; messages "
-        f"{traffic_ns / 1e6:.1f} ms on the busiest link"
+        f"step of Muon: {slowest.step_ns / 1e6:.1f} ms on the slowest GPU, of which Newton-Schulz "
+        f"{slowest.newton_schulz_ns / 1e6:.1f} ms and waits for messages "
+        f"{(slowest.step_ns - slowest.newton_schulz_ns) / 1e6:.1f} ms; at least "
+        f"{report.min_step_ns / 1e6:.1f} ms"
     )
     iteration_s = 6 * active_elements(model) * machine.tokens
     iteration_s /= num_ranks * machine.model_tflops * 1e12
-    share = step_ns / (iteration_s * 1e9 + step_ns)
+    share = report.step_ns / (iteration_s * 1e9 + report.step_ns)
     yield (
         f"iteration of {machine.tokens / 1e6:.1f} M tokens: {iteration_s:.2f} s of forward and "
         f"backward passes at {machine.model_tflops:.0f} TFLOP/s a GPU; the step is {share:.1%}"

@@ -5,13 +5,27 @@
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+from xml.sax.saxutils import escape
 
 from megatron_muon.plan.schedule import PlanOrder, actions_of
-from megatron_muon.report.rank_report import RankReport
 
 # Colors that color-blind readers can tell apart.
 _COLORS = {"Newton-Schulz": "#0072b2", "rows to owners": "#e69f00", "results": "#009e73"}
 _LEFT, _WIDTH, _HEIGHT = 60, 660, 40
+
+
+class Round(NamedTuple):
+    """Estimated times of one bucket on one rank, ns.
+
+    Args:
+        rows: Rows to owners, in the busier direction.
+        results: Results, in the busier direction, and all-gathers of replicas.
+        newton_schulz: Newton-Schulz.
+    """
+
+    rows: int = 0
+    results: int = 0
+    newton_schulz: int = 0
 
 
 class Span(NamedTuple):
@@ -28,15 +42,18 @@ class Span(NamedTuple):
     end: float
 
 
-def timeline(rank: RankReport, plans: Sequence[PlanOrder]) -> list[Span]:
+def timeline(
+    local_ns: int, rounds: Sequence[Sequence[Round]], plans: Sequence[PlanOrder]
+) -> list[Span]:
     """Estimate the step of one rank whose peers keep pace with it.
 
     Messages follow one another, each from when the GPU gets to it, and the GPU waits for their ends
     where the step does. Elementwise work, norms, packing and the host are left out.
 
     Args:
-        rank: Figures of the rank.
-        plans: Its plans, in their order.
+        local_ns: Newton-Schulz of local matrices.
+        rounds: Times by plan and bucket.
+        plans: Plans of the rank, in their order.
 
     Returns:
         Spans in the order of the step's actions; the latest end is the end of the step.
@@ -45,24 +62,31 @@ def timeline(rank: RankReport, plans: Sequence[PlanOrder]) -> list[Span]:
     num_local = sum(action.kind == "local" for action in actions)
     spans: list[Span] = []
     gpu = links = 0.0
-    ends: dict[tuple[str, int, int], float] = {}
+    # Ends of messages, by plan and number.
+    gathered: dict[tuple[int, int], float] = {}
+    scattered: dict[tuple[int, int], float] = {}
     for kind, plan, number in actions:
-        verb, _, message = kind.partition("_")
-        num_scatters = plans[plan].num_scatters if message == "scatter" else 1
-        if verb == "start":
-            time_ns = rank.rounds[plan][number // num_scatters][message == "scatter"]
-            start = max(gpu, links)
-            links = ends[message, plan, number] = start + time_ns / num_scatters
-            spans.append(
-                Span("results" if message == "scatter" else "rows to owners", start, links)
-            )
-        elif message:
-            gpu = max(gpu, ends[message.removeprefix("for_"), plan, number])
-        else:
-            is_local = kind == "local"
-            time_ns = rank.local_ns if is_local else rank.rounds[plan][number][2]
-            start, gpu = gpu, gpu + time_ns / (num_local if is_local else 1)
-            spans.append(Span("Newton-Schulz", start, gpu))
+        key, start = (plan, number), max(gpu, links)
+        match kind:
+            case "start_gather":
+                links = gathered[key] = start + rounds[plan][number].rows
+                spans.append(Span("rows to owners", start, links))
+            case "start_scatter":
+                num_scatters = plans[plan].num_scatters
+                time_ns = rounds[plan][number // num_scatters].results / num_scatters
+                links = scattered[key] = start + time_ns
+                spans.append(Span("results", start, links))
+            case "wait_for_gather":
+                gpu = max(gpu, gathered[key])
+            case "finish_scatter":
+                gpu = max(gpu, scattered[key])
+            case "local":
+                spans.append(Span("Newton-Schulz", gpu, gpu + local_ns / num_local))
+                gpu += local_ns / num_local
+            case "orthogonalize":
+                time_ns = rounds[plan][number].newton_schulz
+                spans.append(Span("Newton-Schulz", gpu, gpu + time_ns))
+                gpu += time_ns
     return [span for span in spans if span.end > span.start]
 
 
@@ -76,7 +100,7 @@ def draw(spans: Sequence[Span], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20} 210" '
         'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/><g fill="#333333">',
-        f'<text x="{_LEFT}" y="24">{title}</text>',
+        f'<text x="{_LEFT}" y="24">{escape(title)}</text>',
     ]
     for number, kind in enumerate(_COLORS):
         x = _LEFT + 160 * number

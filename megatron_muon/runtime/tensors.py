@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local tensors: of a DTensor, adjacent in memory, not finite."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -56,15 +55,6 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
             )
         first = last + 1
     return joined
-
-
-def is_same_memory(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
-    """Return whether a list is in the same memory; most are the same tensors."""
-    if len(now) != len(before):
-        return False
-    return all(map(operator.is_, now, before)) or all(
-        a.data_ptr() == b.data_ptr() for a, b in zip(now, before, strict=True)
-    )
 
 
 def _touch(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import profiler_range
-from megatron_muon.runtime.tensors import is_same_memory, join_adjacent, local_tensor
+from megatron_muon.runtime.tensors import join_adjacent, local_tensor
 from megatron_muon.step.elementwise import advance_momentum
 from megatron_muon.step.stored_state import CopyBack
 
@@ -311,6 +311,7 @@ class MatrixStep:
     def _forget(self) -> None:
         """Drop the views of the step before."""
         self._seen: tuple[Sequence[torch.Tensor], ...] = ()  # weights, momentum, results
+        self._addresses: list[list[int]] = []
         self._sources: Rows = {}
         self._targets: Rows = {}
         # Arrivals have the same order in every step.
@@ -321,11 +322,13 @@ class MatrixStep:
 
     def _find_views(self, *now: Sequence[torch.Tensor]) -> None:
         """View the rows that are exchanged, anew only where their memory has moved."""
-        if self._seen and all(map(is_same_memory, now, self._seen)):
+        # Not the tensors: their storage may have been replaced, as by an offload.
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in now]
+        if self._seen and addresses == self._addresses:
             self._seen = now
             return
         self._forget()
-        self._seen = now
+        self._seen, self._addresses = now, addresses
         self._targets = self._rows_of(now[2])
         self._sources = self._targets if self._in_results else self._rows_of(now[1])
         for portion in self._portions:

@@ -145,10 +145,14 @@ class SecondMoments:
         """Read tensors that are not views of the values of plans: loaded, or offloaded since."""
         for param, views in self._stored.items():
             for name, view in views.items():
-                own, stored = local_tensor(view), local_tensor(state[param].get(name, view))
-                if own.data_ptr() != stored.data_ptr():
-                    own.copy_(stored)
-                state[param][name] = view
+                stored = state[param].get(name)
+                if stored is not None:
+                    own, stored = local_tensor(view), local_tensor(stored)
+                    if own.data_ptr() == stored.data_ptr():
+                        continue
+                    own.copy_(stored.view_as(own))
+                # Another tensor in the same memory: its storage may be replaced too.
+                state[param][name] = view.detach()
 
     def _stored_views(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of a parameter by name, views of the values of its plan."""

@@ -25,7 +25,8 @@ def train(options: argparse.Namespace, first: int = 0, seed: int = 0) -> list[fl
     config = LoraConfig(r=4, target_modules="all-linear", exclude_modules=["head"])
     inject_adapter_in_model(config, model)
     for name, module in model.named_modules():
-        module.use_muon = name.rpartition(".")[0].endswith(("lora_A", "lora_B"))
+        if name.rpartition(".")[0].endswith(("lora_A", "lora_B")):
+            module.use_muon = True
     model.to(_model.DEVICE)
     for layer in model.layers:
         fully_shard(layer)

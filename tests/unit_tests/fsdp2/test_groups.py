@@ -141,8 +141,12 @@ def test_parameters_without_groups_are_muons_with_a_warning(caplog):
     matrices = [torch.nn.Parameter(torch.ones(4, 3))]
     with caplog.at_level(logging.WARNING, logger="megatron_muon"):
         optimizer = MuonAdamW(iter(matrices))
-    assert "Muon steps all 1 parameters" in caplog.text
+    assert "Muon steps all parameters" in caplog.text
     assert "Parameter Group 0: muon" in repr(optimizer)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
+        MuonAdamW([{"params": matrices}])
+    assert "Muon steps all parameters" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megatron_muon"):
         optimizer = MuonAdamW([{"params": matrices}, {"params": [], "algorithm": "adamw"}])

@@ -203,9 +203,13 @@ def test_groups_without_state_are_not_taken_from_another_model():
 
 def test_state_of_another_method_is_refused():
     """Momentum alone is not the state of normuon, unless fresh state is asked for."""
-    plain, ours = (
-        Muon([torch.nn.Parameter(drawn((3, 4), 0))], adaptive=each) for each in (None, "normuon")
+    plain, ours, namo = (
+        Muon([torch.nn.Parameter(drawn((3, 4), 0))], adaptive=each)
+        for each in (None, "normuon", "namo")
     )
+    # Its one number was broadcast.
+    with pytest.raises(RuntimeError, match=r"expected moment2_buffer of \(4,\), got \(1,\)"):
+        ours.load_state_dict(namo.state_dict())
     with pytest.raises(RuntimeError, match="expected .*moment2_buffer.* of muon, got"):
         ours.load_state_dict(plain.state_dict())
     ours.fresh_if_moved = True

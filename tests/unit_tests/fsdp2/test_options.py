@@ -203,9 +203,24 @@ def test_own_method_is_called_with_results_and_its_state():
     torch.testing.assert_close(moments[1], means, rtol=1e-4, atol=0.0)
 
 
+def _replace_tensor(state: dict[str, Any], key: str) -> None:
+    before, state[key] = state[key], state[key].clone()
+    before.fill_(float("nan"))
+
+
+def _replace_storage(state: dict[str, Any], key: str) -> None:
+    before = state[key].detach()
+    state[key].data = before.clone()
+    before.fill_(float("nan"))
+
+
 @pytest.mark.parametrize("method", [None, "normuon", "namo", "adamuon"])
-def test_state_that_was_offloaded_between_steps_is_followed(method):
-    """Trainers of reinforcement learning replace tensors of states: second moments went stale."""
+@pytest.mark.parametrize("offload", [_replace_tensor, _replace_storage])
+def test_state_that_was_offloaded_between_steps_is_followed(method, offload):
+    """Trainers of reinforcement learning replace tensors of states: second moments went stale.
+
+    With another storage in the same tensor, momentum did too.
+    """
     found = []
     for is_offloaded in (False, True):
         params = [torch.nn.Parameter(drawn(shape, 0)) for shape in ((9, 4), (2, 3, 5))]
@@ -216,8 +231,7 @@ def test_state_that_was_offloaded_between_steps_is_followed(method):
             muon.step()
             for state in muon.state.values() if is_offloaded else ():
                 for key in list(state):
-                    before, state[key] = state[key], state[key].clone()
-                    before.fill_(float("nan"))
+                    offload(state, key)
         states = (value for param in params for value in muon.state[param].values())
         found.append([*(param.detach() for param in params), *states])
     assert all(map(torch.equal, *found))

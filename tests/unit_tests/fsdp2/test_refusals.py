@@ -58,9 +58,12 @@ L2 = {"weight_decay_method": "l2"}
         ("expected one of adamuon, normuon, namo, got adam", {"adaptive": "adam"}),
         ("adaptive: expected a name, or an object with state", {"adaptive": torch.clone}),
         ("expected decoupled weight decay with namo", {"adaptive": "namo", **L2}),
-        ("lr: expected at least 0 and less than inf, got -1", {"lr": -1.0}),
-        ("momentum: expected at least 0 and less than 1.0, got 2.0", {"momentum": 2.0}),
-        ("weight_decay: expected at least 0", {"weight_decay": float("nan")}),
+        ("lr: expected a number, at least 0 and less than inf, got -1", {"lr": -1.0}),
+        ("momentum: expected a number, at least 0 and less than 1.0, got 2.0", {"momentum": 2.0}),
+        ("weight_decay: expected a number, at least 0", {"weight_decay": float("nan")}),
+        # A file's 1e-3 is a text to PyYAML, and torch's AdamW takes tensors of one element.
+        ("lr: expected a number, at least 0 and less than inf, got '1e-3'", {"lr": "1e-3"}),
+        ("lr: expected a number, at least 0", {"lr": torch.tensor([0.1])}),
     ],
 )
 def test_invalid_arguments_are_refused(said, options):
@@ -84,8 +87,8 @@ def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
         ("got 'sgd'", lambda m: MuonAdamW([{"params": [m.up.weight], "algorithm": "sgd"}])),
         ("expected arguments of Muon, got ['mu']", lambda m: MuonAdamW([m.up.weight], mu=0.9)),
         ("Invalid beta parameter", lambda m: _vector_of_adamw(m, betas=(2.0, 0.9))),
-        ("lr: expected at least 0", lambda m: Muon([{"params": [m.up.weight], "lr": -1.0}])),
-        ("lr: expected at least 0", lambda m: MuonAdamW([{"params": [m.up.weight], "lr": -1.0}])),
+        ("lr: expected a number", lambda m: Muon([{"params": [m.up.weight], "lr": -1.0}])),
+        ("lr: expected a number", lambda m: MuonAdamW([{"params": [m.up.weight], "lr": -1.0}])),
         ("in more than one parameter", lambda m: MuonAdamW([{"params": [m.up.weight]}] * 2)),
         ("expected record_metrics() before", lambda m: Muon([m.up.weight]).last_metrics()),
     ],
