@@ -46,7 +46,7 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
         assert found.staging_bytes == schedule.staging.num_bytes
         assert found.num_calls == sum(len(each.stacks) for each in owned)
     for rank in report.ranks:
-        assert report.min_step_ns >= max(rank.newton_schulz_ns, rank.send_ns, rank.receive_ns)
+        assert report.step_ns >= max(rank.newton_schulz_ns, rank.send_ns, rank.receive_ns)
     sent = sum(rank.bytes_sent for rank in report.ranks)
     assert sent == sum(rank.bytes_received for rank in report.ranks)
     if all("owner" in matrix for matrix in report.matrices):

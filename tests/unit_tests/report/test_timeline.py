@@ -23,7 +23,7 @@ def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
     for rank in plan.ranks:
         found = report.ranks[rank]
         spans = found.timeline()
-        assert found.step_ns <= report.step_ns
+        assert max(found.newton_schulz_ns, found.traffic_ns) - 1 <= found.step_ns <= report.step_ns
         on_gpu = [span for span in spans if span.kind == "Newton-Schulz"]
         on_links = [span for span in spans if span.kind != "Newton-Schulz"]
         # In floats of at most 1e9 ns.
@@ -33,7 +33,6 @@ def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
         assert found.traffic_ns - 1e-3 <= time_ns <= found.send_ns + found.receive_ns + 1e-3
         for lane in (on_gpu, on_links):
             assert all(one.end <= other.start for one, other in pairwise(lane))
-    assert report.step_ns >= report.min_step_ns
 
 
 def test_rows_come_before_newton_schulz_and_results_after_it():

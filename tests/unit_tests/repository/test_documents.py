@@ -99,7 +99,7 @@ def test_plans_of_performance_are_those_of_today(flags: str, figures: str, capsy
         f"{report['moved_fraction']:.1%}",
         f"{report['bytes_sent'] / len(report['ranks']) / 1e6:,.0f}",
         f"{report['busiest_ns'] / 1e6:.1f}",
-        f"{report['min_step_ns'] / 1e6:.1f}",
+        f"{report['step_ns'] / 1e6:.1f}",
         f"{report['max_staging_bytes'] / 1e9:.1f}",
     ]
 
