@@ -66,6 +66,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--learning-rates", type=float, nargs="+", help="in the order of --optimizers")
     add("--newton-schulz", default="standard", help="see docs/performance.md (standard)")
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
+    add("--metrics", action="store_true", help="log Muon's to TensorBoard, under the output folder")
     options = parser.parse_args(arguments)
     rates = options.learning_rates or [LEARNING_RATES[name] for name in options.optimizers]
     if len(rates) != len(set(options.optimizers)):
@@ -103,6 +104,9 @@ def megatron_flags(
     if optimizer == "muon":
         own += f" {MUON} --muon-scale-mode spectral"
         own += f" --muon-fsdp-newton-schulz {options.newton_schulz}"
+        if options.metrics:
+            own += " --muon-fsdp-log-metrics --tensorboard-log-interval 1"
+            own += f" --tensorboard-dir {options.output / 'tensorboard'}"
     return [*flags, "--data-path", str(data_prefix), *own.split()]
 
 
