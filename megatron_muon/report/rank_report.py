@@ -27,25 +27,19 @@ class RankReport:
 
     Args:
         rank: Rank of the job.
-        newton_schulz_ns: Estimated Newton-Schulz time.
-        send_ns: Estimated time of sent messages.
-        receive_ns: Estimated time of received messages.
         bytes_sent: Bytes of rows to owners, and of results sent back.
         bytes_received: Bytes received from others.
         staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
         workspace_bytes: Memory of Newton-Schulz beside them, of the largest stack.
         num_matrices: Owned matrices, parts included.
         num_calls: Calls of Newton-Schulz, one per stack.
-        local_ns: The part of ``newton_schulz_ns`` that needs no exchange.
+        local_ns: Estimated Newton-Schulz of local matrices.
         orders: Its plans.
         rounds: Estimated times, by plan and bucket.
         step_ns: Estimated step, waits for messages included.
     """
 
     rank: int
-    newton_schulz_ns: int = 0
-    send_ns: int = 0
-    receive_ns: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     staging_bytes: int = 0
@@ -58,9 +52,14 @@ class RankReport:
     step_ns: int = 0
 
     @property
+    def newton_schulz_ns(self) -> int:
+        """Estimated Newton-Schulz time."""
+        return self.local_ns + sum(each.newton_schulz for plan in self.rounds for each in plan)
+
+    @property
     def traffic_ns(self) -> int:
-        """Estimated time of the busier direction of its links."""
-        return max(self.send_ns, self.receive_ns)
+        """Estimated time of its messages."""
+        return sum(each.rows + each.results for plan in self.rounds for each in plan)
 
     def timeline(self) -> list[Span]:
         """Estimate its step."""
@@ -199,8 +198,6 @@ def _add_traffic(
             rank = by_rank[holder]
             rank.bytes_sent += passed_on
             rank.bytes_received += passed_on
-            rank.send_ns += time_ns
-            rank.receive_ns += time_ns
             rank.add(number, results=time_ns)
     for name, traffic, width in (
         ("rows", rows, dtypes.gather_bytes),
@@ -211,12 +208,11 @@ def _add_traffic(
                 [width * elements[rank.rank, on_node] for on_node in (True, False)]
                 for elements in traffic
             )
-            send_ns, receive_ns = cost.messages_ns(*sent), cost.messages_ns(*received)
             rank.bytes_sent += sum(sent)
-            rank.send_ns += send_ns
             rank.bytes_received += sum(received)
-            rank.receive_ns += receive_ns
-            rank.add(number, **{name: max(send_ns, receive_ns)})
+            # The busier direction.
+            time_ns = max(cost.messages_ns(*sent), cost.messages_ns(*received))
+            rank.add(number, **{name: time_ns})
 
 
 def _add_calls(
@@ -233,14 +229,15 @@ def _add_calls(
             by_rank[rank].workspace_bytes = max(
                 by_rank[rank].workspace_bytes, _workspace_bytes(plan, stack)
             )
-            time_ns = plan.cost.stack_ns(
-                len(stack),
-                *plan.matrices[part.matrix].blocks[part.block],
-                len(part.owners),
-                on_node=plan.cost.share_a_node(part.owners),
+            yield (
+                rank,
+                plan.cost.stack_ns(
+                    len(stack),
+                    *plan.matrices[part.matrix].blocks[part.block],
+                    len(part.owners),
+                    on_node=plan.cost.share_a_node(part.owners),
+                ),
             )
-            by_rank[rank].newton_schulz_ns += time_ns
-            yield rank, time_ns
 
 
 def _workspace_bytes(plan: ExchangePlan, stack: Sequence[Part]) -> int:

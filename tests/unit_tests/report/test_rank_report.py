@@ -9,7 +9,9 @@ from megatron_muon.plan import ExchangePlan, RankBucket
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.owners import matrix_ns
 from megatron_muon.plan.rank_plan import RankSchedule
+from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.report.rank_report import build_report
+from megatron_muon.report.timeline import Round
 
 
 def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]:
@@ -46,7 +48,7 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
         assert found.staging_bytes == schedule.staging.num_bytes
         assert found.num_calls == sum(len(each.stacks) for each in owned)
     for rank in report.ranks:
-        assert report.step_ns >= max(rank.newton_schulz_ns, rank.send_ns, rank.receive_ns)
+        assert report.step_ns >= max(rank.newton_schulz_ns, rank.traffic_ns) - 1
     sent = sum(rank.bytes_sent for rank in report.ranks)
     assert sent == sum(rank.bytes_received for rank in report.ranks)
     if all("owner" in matrix for matrix in report.matrices):
@@ -66,3 +68,21 @@ def test_load_counts_launches_of_stacks_that_exist():
     assert many.newton_schulz_ns - few.newton_schulz_ns == 3 * launches_ns
     # The plan itself spread them as if stacks were full.
     assert abs(few.newton_schulz_ns - 32 * matrix_ns(matrices[0], cost)) <= 32
+
+
+def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
+    """Three ranks of two nodes: the owner receives rows in fp32, and sends results in bf16."""
+    cost = CostModel(ranks_per_node=2)
+    dtypes = CommDtypes("float32", "bfloat16")
+    plan = plan_of([one_matrix([300, 150, 100], 512)], cost, dtypes, max_owners=1)
+    assert plan.owners == ((0,),)
+    owner, near, far = build_report([0, 1, 2], [plan]).ranks
+    # Bytes of 150 rows inside of the node and of 100 to the other one, in two widths.
+    by_rank = ((owner, (150, 100)), (near, (150, 0)), (far, (0, 100)))
+    for rank, (inside, outside) in by_rank:
+        rows, results = (
+            cost.messages_ns(512 * width * inside, 512 * width * outside) for width in (4, 2)
+        )
+        newton_schulz = cost.stack_ns(1, 550, 512) if rank is owner else 0
+        assert rank.rounds == [[Round(rows, results, newton_schulz)]]
+        assert rank.step_ns >= rows + results
