@@ -65,12 +65,6 @@ class RankReport:
         """Estimate its step."""
         return timeline(self.local_ns, self.rounds, self.orders)
 
-    def add(self, bucket: int, **times_ns: int) -> None:
-        """Add times to a round of the plan that was added last."""
-        now = self.rounds[-1][bucket]
-        sums = {name: getattr(now, name) + time_ns for name, time_ns in times_ns.items()}
-        self.rounds[-1][bucket] = now._replace(**sums)
-
 
 @dataclass
 class Report:
@@ -124,15 +118,15 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     staging: dict[int, list[PlanStaging]] = defaultdict(list)
     for plan in plans:
         _add_matrices(report, by_rank, plan)
+        for rank, time_ns in _add_calls(by_rank, plan, plan.local).items():
+            by_rank[rank].local_ns += time_ns
+        rounds = [
+            (*_add_traffic(report, by_rank, plan, bucket), _add_calls(by_rank, plan, bucket))
+            for bucket in plan.buckets
+        ]
         for rank in plan.ranks:
             by_rank[rank].orders.append(plan.order)
-            by_rank[rank].rounds.append([Round()] * len(plan.buckets))
-        for rank, time_ns in _add_calls(by_rank, plan, plan.local):
-            by_rank[rank].local_ns += time_ns
-        for number, bucket in enumerate(plan.buckets):
-            _add_traffic(report, by_rank, plan, number)
-            for rank, time_ns in _add_calls(by_rank, plan, bucket):
-                by_rank[rank].add(number, newton_schulz=time_ns)
+            by_rank[rank].rounds.append([Round(*(ns[rank] for ns in times)) for times in rounds])
         for rank, plan_staging in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
             staging[rank].append(plan_staging)
     # Most ranks stage the same.
@@ -177,11 +171,16 @@ def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: Excha
 
 
 def _add_traffic(
-    report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan, number: int
-) -> None:
-    """Add rows and results of a bucket, and the all-gathers of replicas."""
+    report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan, bucket: Sequence[int]
+) -> tuple[Counter[int], Counter[int]]:
+    """Add rows and results of a bucket, and the all-gathers of replicas.
+
+    Returns:
+        Estimated times of rows and of results by rank, in the busier direction.
+    """
     cost, dtypes = plan.cost, plan.dtypes
-    rows, results_by_shard = plan.sizes.traffic(plan.buckets[number])
+    times: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
+    rows, results_by_shard = plan.sizes.traffic(bucket)
     report.moved_elements += rows.sent.total()
     # The inverse of the gather without replicas.
     results = Traffic(rows.received, rows.sent)
@@ -198,11 +197,9 @@ def _add_traffic(
             rank = by_rank[holder]
             rank.bytes_sent += passed_on
             rank.bytes_received += passed_on
-            rank.add(number, results=time_ns)
-    for name, traffic, width in (
-        ("rows", rows, dtypes.gather_bytes),
-        ("results", results, dtypes.scatter_bytes),
-    ):
+            times[1][holder] += time_ns
+    widths = (dtypes.gather_bytes, dtypes.scatter_bytes)
+    for times_ns, traffic, width in zip(times, (rows, results), widths, strict=True):
         for rank in map(by_rank.__getitem__, plan.ranks):
             sent, received = (
                 [width * elements[rank.rank, on_node] for on_node in (True, False)]
@@ -210,18 +207,18 @@ def _add_traffic(
             )
             rank.bytes_sent += sum(sent)
             rank.bytes_received += sum(received)
-            # The busier direction.
-            time_ns = max(cost.messages_ns(*sent), cost.messages_ns(*received))
-            rank.add(number, **{name: time_ns})
+            times_ns[rank.rank] += max(cost.messages_ns(*sent), cost.messages_ns(*received))
+    return times
 
 
 def _add_calls(
     by_rank: Mapping[int, RankReport], plan: ExchangePlan, indices: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Add the Newton-Schulz calls of some matrices, and yield their ranks and times.
+) -> Counter[int]:
+    """Add the Newton-Schulz calls of some matrices, and return their times by rank.
 
-    Of stacks that exist, not full ones.
+    Stacks count as they are, full or not.
     """
+    times_ns: Counter[int] = Counter()
     for rank, stacks in plan.sizes.stacks(indices).items():
         by_rank[rank].num_calls += len(stacks)
         for stack in stacks:
@@ -229,15 +226,13 @@ def _add_calls(
             by_rank[rank].workspace_bytes = max(
                 by_rank[rank].workspace_bytes, _workspace_bytes(plan, stack)
             )
-            yield (
-                rank,
-                plan.cost.stack_ns(
-                    len(stack),
-                    *plan.matrices[part.matrix].blocks[part.block],
-                    len(part.owners),
-                    on_node=plan.cost.share_a_node(part.owners),
-                ),
+            times_ns[rank] += plan.cost.stack_ns(
+                len(stack),
+                *plan.matrices[part.matrix].blocks[part.block],
+                len(part.owners),
+                on_node=plan.cost.share_a_node(part.owners),
             )
+    return times_ns
 
 
 def _workspace_bytes(plan: ExchangePlan, stack: Sequence[Part]) -> int:

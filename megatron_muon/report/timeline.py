@@ -23,18 +23,18 @@ class Round(NamedTuple):
         newton_schulz: Newton-Schulz.
     """
 
-    rows: int = 0
-    results: int = 0
-    newton_schulz: int = 0
+    rows: int
+    results: int
+    newton_schulz: int
 
 
 class Span(NamedTuple):
-    """Time in which the GPU or the links of a rank are busy, ns from the begin of the step.
+    """Time in which the GPU or the links of a rank are busy, ns since the step began.
 
     Args:
         kind: ``Newton-Schulz`` on the GPU; ``rows to owners`` or ``results`` on the links.
-        start: Begin.
-        end: End.
+        start: When it starts.
+        end: When it ends.
     """
 
     kind: str
@@ -47,8 +47,8 @@ def timeline(
 ) -> list[Span]:
     """Estimate the step of one rank whose peers keep pace with it.
 
-    Messages follow one another, each from when the GPU gets to it, and the GPU waits for their ends
-    where the step does. Elementwise work, norms, packing and the host are left out.
+    Messages are sent one after the other, as soon as the GPU starts them, and the GPU waits where
+    the step does. Elementwise work, norms, packing and host time are left out.
 
     Args:
         local_ns: Newton-Schulz of local matrices.
