@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Final loss of AdamW and Muon by learning rate, at two widths and with three seeds; by settings.
+"""Final loss of AdamW and Muon by learning rate and other settings, with three seeds.
 
     .venv/bin/python scripts/learning_rate_sweep.py
 
@@ -56,11 +56,11 @@ class Run(NamedTuple):
         rate: Highest learning rate.
         seed: Of weights and of the order of the data.
         steps: Number of steps.
-        batch: Sequences of a step.
-        warm_up: Fraction of the steps.
-        weight_decay: Of all parameters.
-        momentum: Of Muon.
-        nesterov: Of Muon.
+        batch: Sequences per step.
+        warm_up: Length of the warm-up, as a fraction of all steps.
+        weight_decay: Coefficient, the same for all parameters.
+        momentum: Muon's momentum.
+        nesterov: Whether Muon uses Nesterov momentum.
     """
 
     optimizer: str

@@ -197,7 +197,6 @@ class MuonStep:
         Communication: with normuon under Megatron one all-reduce a plan, of 4 bytes a row or column
             of a block.
         """
-        self._moments.follow(self.state())
         self._moments.collect(self.state())
 
     def record_metrics(self, is_on: bool = True) -> None:

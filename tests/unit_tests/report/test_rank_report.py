@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report says of every rank what its plan makes it do."""
 
-from helpers.layouts import one_matrix, plan_of, plans
+from helpers.layouts import one_matrix, plan_of, plans, rows_cut_at, whole_matrix
 from hypothesis import given, settings
 
 from megatron_muon.plan import ExchangePlan, RankBucket
@@ -86,3 +86,16 @@ def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
         newton_schulz = cost.stack_ns(1, 550, 512) if rank is owner else 0
         assert rank.rounds == [[Round(rows, results, newton_schulz)]]
         assert rank.step_ns >= rows + results
+
+
+def test_rounds_of_replicas_have_their_all_gather():
+    """Two ranks hold all rows: the owner sends one half of the results, then both gather both."""
+    cost, num_elements = CostModel(), 64 * 512
+    matrix = whole_matrix("weight", rows_cut_at(64, 512, [64]), [[(0, 1)]])
+    plan = plan_of([matrix], cost, max_owners=1)
+    # Each of the scatters is followed by an all-gather.
+    all_gather_ns = cost.all_gather_ns((0, 1), 2 * num_elements // plan.num_scatters)
+    for rank in build_report([0, 1], [plan]).ranks:
+        (((rows, results, _),),) = rank.rounds
+        assert rows == 0
+        assert results == cost.messages_ns(num_elements, 0) + plan.num_scatters * all_gather_ns
