@@ -18,6 +18,7 @@ Parts, each importing only those above it::
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads, verifies and converts checkpoint files, without megatron
     mcore/          all code that imports megatron: optimizer, flags, checkpoints, patches
+    bridge          configuration of the optimizer for Megatron-Bridge
     check/          checks a machine, and measures its rates
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
 """

@@ -119,10 +119,10 @@ def _list_patches() -> int:
     from megatron_muon.mcore.versions import check_versions
 
     check_versions()
-    from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, V2_PATCHES
+    from megatron_muon.mcore.patches import BRIDGE_PATCHES, LATER_PATCHES, PATCHES, V2_PATCHES
     from megatron_muon.mcore.relied_on import RELIED_ON, V2_RELIED_ON
 
-    patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES)
+    patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES, *BRIDGE_PATCHES)
     lines = [f"{patch.symbol}: {patch.purpose}" for patch in patches]
     lines += [f"{symbol}: relied on" for symbol in (*RELIED_ON, *V2_RELIED_ON)]
     sys.stdout.write("\n".join(lines) + "\n")

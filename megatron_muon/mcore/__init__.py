@@ -11,8 +11,9 @@ Files, each importing only those above it::
     fsdp_model          reads the parameters and groups of a model
     muon                FSDPZeROTensorParallelMuon, its step, and its second moments
     qk_clip             clips main weights between step and installation
+    options             settings without a field in OptimizerConfig
     chunks              operations of a step on a model chunk
-    arguments           command-line flags, their checks, and settings read from them
+    arguments           command-line flags, and their checks
     splits              tags the rows that are orthogonalized separately; routes parameters
     pipeline_repairs    upstream defects of pipeline stages
     checkpoint_state    optimizer state and layers by name, as checkpoints hold them
@@ -21,6 +22,7 @@ Files, each importing only those above it::
     checkpoint_repairs  upstream defects of checkpoints
     metrics_log         writes metrics of steps to TensorBoard and W&B
     chained_optimizer   FSDPMuonChainedOptimizer, and its check of gradients
+    bridge_trainer      functions of Megatron-Bridge that are wrapped
     factory             build_megatron_fsdp_emerging_optimizer
     gradient_repairs    upstream defects of gradients: scale, norm and fused accumulation
     patches             the patches of megatron

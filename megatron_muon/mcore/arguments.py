@@ -6,16 +6,15 @@ import argparse
 import dataclasses
 import functools
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import torch
-
+from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.unsupported import (
     BUILT_OPTIMIZERS,
     FSDP_UNSUPPORTED,
+    MUON_OPTIMIZERS,
     raise_where_refused,
     unsupported_settings,
 )
@@ -25,8 +24,6 @@ from megatron_muon.user_errors import SettingsError, in_flags
 
 logger = logging.getLogger(__name__)
 
-# Names under which Megatron builds a Muon without Megatron-FSDP.
-MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 # Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
 _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--muon-fsdp-offload-momentum": {
@@ -119,7 +116,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         # All problems are reported at once: a queued job should not fail a second time.
         refusals = unsupported_settings(vars(args))
         try:
-            exchange_settings(args).comm_dtypes(args.muon_fp32_matmul_prec == "medium")
+            MuonOptions.of(args).exchange.comm_dtypes(args.muon_fp32_matmul_prec == "medium")
         except ValueError as error:
             refusals.append(in_flags(str(error)))
         refusals += _split_refusals(args)
@@ -133,25 +130,33 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def adapt_arguments(args: argparse.Namespace) -> None:
-    """Set ``--no-align-grad-reduce`` with pipeline stages under Megatron-FSDP.
+    """Set flags that have another meaning under Megatron-FSDP.
 
-    Without it Megatron runs the last microbatch of all stages but the first under ``no_sync()``,
-    and then starts the reduction by a call that Megatron-FSDP ignores. Gradients stay unreduced
-    under no_shard, optim and HSDP.
+    ``dist_muon`` is Muon with the layer-wise optimizer; Megatron-FSDP has already sharded its rows.
+    With pipeline stages ``--no-align-grad-reduce`` is set: without it Megatron runs the last
+    microbatch of all stages but the first under ``no_sync()``, and then starts the reduction by a
+    call that Megatron-FSDP ignores. Gradients stay unreduced under no_shard, optim and HSDP.
     """
-    if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
+    if not args.use_megatron_fsdp:
+        return
+    if args.optimizer == "dist_muon":
+        logger.info("--optimizer dist_muon means muon: Megatron-FSDP shards its state")
+        args.optimizer = "muon"
+    if args.pipeline_model_parallel_size > 1:
         logger.info("--no-align-grad-reduce is set: Megatron-FSDP cannot align stages")
         args.align_grad_reduce = False
 
 
 def _split_refusals(args: argparse.Namespace) -> list[str]:
     """List the flags for splits that cannot work, as sentences."""
-    refusals = []
+    refusals, options = [], MuonOptions.of(args)
     try:
-        splits = requested_splits(args, args)
+        splits = options.splits
     except ValueError as error:
         return [str(error)]
-    if args.optimizer == "lion" and (splits != Splits(qkv=splits.qkv) or skips_router(args)):
+    if args.optimizer == "lion" and (
+        splits != Splits(qkv=splits.qkv) or options.moe_router_skip_muon
+    ):
         return [
             "--muon-split-glu, --muon-split-mla, --muon-split-qkv-per-head and "
             "--moe-router-skip-muon: expected --optimizer muon or adaptive_muon, got lion, which "
@@ -167,7 +172,7 @@ def _split_refusals(args: argparse.Namespace) -> list[str]:
     is_layer_wise = args.optimizer == "dist_muon" or getattr(
         args, "use_layer_wise_distributed_optimizer", False
     )
-    if is_layer_wise and skips_router(args):
+    if is_layer_wise and options.moe_router_skip_muon:
         refusals.append(
             "--moe-router-skip-muon: expected another optimizer than the layer-wise one, which "
             "chooses buffers by its own rule. Leave the flag out."
@@ -192,8 +197,8 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        check_arguments(args)
         adapt_arguments(args)
+        check_arguments(args)
         requested = args.optimizer
         if requested not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
             return original(args, defaults)
@@ -213,100 +218,3 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
             args.optimizer = requested
 
     return validate_args
-
-
-def takes_schedule_of_checkpoint() -> bool:
-    """Return whether ``--use-checkpoint-opt_param-scheduler`` was given."""
-    return bool(getattr(_global_args(), "use_checkpoint_opt_param_scheduler", False))
-
-
-def _global_args() -> Any:
-    """Return the parsed command line, None in scripts without megatron.training."""
-    # Not imported: a script on megatron-core alone must not load megatron.training. Not read by
-    # get_args(): it asserts if nothing was parsed.
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    return global_vars._GLOBAL_ARGS if global_vars is not None else None
-
-
-def requested_exchange() -> ExchangeSettings:
-    """Read the ``--muon-fsdp-*`` flags, or their defaults in scripts without megatron.training."""
-    args = _global_args()
-    return exchange_settings(args) if hasattr(args, "muon_fsdp_comm_dtype") else ExchangeSettings()
-
-
-def requested_splits(config: Any, args: Any = None) -> Splits:
-    """Read from flags and optimizer configuration which blocks of a parameter are split.
-
-    Args:
-        config: Optimizer configuration; its ``muon_split_qkv`` is read.
-        args: The parsed command line; None for the global one, if there is any.
-
-    Raises:
-        ValueError: Flags that contradict each other.
-    """
-    args = args or _global_args()
-    return Splits(
-        qkv=config.muon_split_qkv,
-        glu=bool(getattr(args, "muon_split_glu", False)),
-        mla=bool(getattr(args, "muon_split_mla", False)),
-        per_head=bool(getattr(args, "muon_split_qkv_per_head", False)),
-    )
-
-
-def skips_router(args: Any = None) -> bool:
-    """Return whether ``--moe-router-skip-muon`` was given."""
-    return bool(getattr(args or _global_args(), "moe_router_skip_muon", False))
-
-
-def requested_momentum() -> dict[str, Any]:
-    """Read dtype and device of momentum; Muon's defaults without ``megatron.training``."""
-    args = _global_args()
-    name = getattr(args, "muon_momentum_dtype", "fp32")
-    return {
-        "momentum_dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[name],
-        "offload_momentum": getattr(args, "muon_fsdp_offload_momentum", False),
-    }
-
-
-class LoggedRun(NamedTuple):
-    """An iteration of Megatron's trainer, and its writers.
-
-    Args:
-        iteration: Number of the iteration, from 1 on.
-        interval: Iterations between entries of the log.
-        tensorboard: Writer; None on other ranks than the last, and without a folder.
-        wandb: The same for W&B.
-    """
-
-    iteration: int
-    interval: int
-    tensorboard: Any
-    wandb: Any
-
-
-def logs_metrics() -> bool:
-    """Return whether ``--muon-fsdp-log-metrics`` was given."""
-    return bool(getattr(_global_args(), "muon_fsdp_log_metrics", False))
-
-
-def logged_run() -> LoggedRun | None:
-    """Return the iteration that the trainer runs; None outside of it."""
-    args, global_vars = _global_args(), sys.modules.get("megatron.training.global_vars")
-    if not hasattr(args, "curr_iteration"):
-        return None
-    return LoggedRun(
-        args.curr_iteration + 1,
-        args.tensorboard_log_interval,
-        global_vars.get_tensorboard_writer(),  # type: ignore[union-attr]
-        global_vars.get_wandb_writer(),  # type: ignore[union-attr]
-    )
-
-
-def exchange_settings(args: Any) -> ExchangeSettings:
-    """Read the ``--muon-fsdp-*`` flags of the parsed command line."""
-    settings = {name: getattr(args, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
-    if settings["newton_schulz"] is None:
-        # A flag of later releases of Megatron-LM, which stands for the same kernels.
-        use_syrk = getattr(args, "muon_use_syrk", False)
-        settings["newton_schulz"] = "symmetric" if use_syrk else "standard"
-    return ExchangeSettings(**settings)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore import checkpoint_state
-from megatron_muon.mcore.arguments import logs_metrics
 from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
@@ -60,6 +59,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         model_chunks: The Megatron-FSDP model.
         fqns: Names of the parameters, for errors.
         exchange: How Muon's matrices are exchanged; None for the defaults.
+        log_metrics: Whether metrics are written to the writers of a trainer.
 
     Raises:
         TypeError: A model chunk is not a Megatron-FSDP ``FullyShardedDataParallel``.
@@ -85,6 +85,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         model_chunks: Sequence[FSDPModel],
         fqns: Mapping[torch.Tensor, str],
         exchange: ExchangeSettings | None = None,
+        *,
+        log_metrics: bool = False,
     ) -> None:
         check_model_chunks(model_chunks)
         super().__init__(list(chained_optimizers))
@@ -96,8 +98,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
         stay = all(map(gradients_stay, self.model_chunks))
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
-        has_log = self.muon_step is not None and logs_metrics()
-        self._log = MetricsLog(self.muon_step) if has_log else None  # type: ignore[arg-type]
+        has_log = self.muon_step is not None and log_metrics
+        self.metrics_log = MetricsLog(self.muon_step) if has_log else None  # type: ignore[arg-type]
         # Named while the model still holds its DTensor parameters.
         self._state_names = checkpoint_state.names_in_checkpoints(self.model_chunks)
         self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
@@ -252,8 +254,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         with _timed(self.config, "params-all-gather"):
             for chunk in self.model_chunks:
                 chunk.start_param_sync()
-        if self._log is not None:
-            self._log.write()
+        if self.metrics_log is not None:
+            self.metrics_log.write()
         return True
 
     def _restore_gradients(self) -> None:
@@ -300,8 +302,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill the optimizers from ``state_dict()`` of a run on the same ranks.
 
-        Learning rate, weight decay and step count are loaded from the group settings, and with
-        ``--use-checkpoint-opt_param-scheduler`` also ``max_lr`` and ``min_lr``. The rest, such as
+        Learning rate, weight decay and step count are loaded from the group settings, and where the
+        trainer takes the schedule of the checkpoint also ``max_lr`` and ``min_lr``. The rest, as
         the momentum coefficient, comes from this run, with a warning if it differs.
 
         Args:

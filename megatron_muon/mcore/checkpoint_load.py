@@ -13,17 +13,18 @@ A load::
 """
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
-from megatron.core.utils import log_single_rank
+from megatron.core.utils import get_model_config, log_single_rank
 
 from megatron_muon.checkpoint.folders import (
     METADATA,
@@ -34,20 +35,39 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.reading import StoredCheckpoint, read_checkpoint
 from megatron_muon.checkpoint.verification import find_misfits
-from megatron_muon.mcore.checkpoint_state import describe_differences, rename_layers
+from megatron_muon.mcore.checkpoint_state import (
+    LOADS_SCHEDULE,
+    describe_differences,
+    rename_layers,
+)
 from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
-# Entry of a state dict on load, like upstream's ``_model``; absent on save.
-_STORED = "_megatron_muon_checkpoint"
+# Entry of a state dict on load, like upstream's ``_model``, with a Comparison; absent on save.
+_COMPARISON = "_megatron_muon_comparison"
 # Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 # Names of states that differ by tensor-parallel rank (muon.py, TensorParallelMoments).
 _TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
 _GENERATOR = re.compile(r"rng_state\.(\([^)]*\))")
+
+
+class Comparison(NamedTuple):
+    """Comparison of a checkpoint with the run that loads it.
+
+    Args:
+        checkpoint: The checkpoint.
+        strict_parts: Parts of the state dict (``model``, ``optimizer``) whose differences are
+            errors; elsewhere they are warnings.
+        advice: Returns the end of the error.
+    """
+
+    checkpoint: StoredCheckpoint
+    strict_parts: tuple[str, ...]
+    advice: Callable[[], str]
 
 
 def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,33 +97,73 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
             return load()
         folder, step = Path(load_dir), getattr(args, "ckpt_step", None)
-        checkpoint, problems = _attempt(lambda: _locate(folder, step))
-        _raise_together(problems, _NOTHING_LOADED)
-        if dist.is_initialized():
-            raise_where_ranks_differ(
-                # Two saves of one iteration differ in their ids, also two of upstream's.
-                [f"{checkpoint.folder.name}, {checkpoint.save_id}" if checkpoint else "none"],
-                dist.group.WORLD,  # type: ignore[arg-type]
-                current_device(),
-                "checkpoint to load",
-                "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
-            )
-            # load_checkpoint calls this first with rank0, for the arguments of the saved run.
-            if rank0 and checkpoint is not None:
-                _raise_where_damaged(checkpoint)
+        # load_checkpoint calls this first with rank0, for the arguments of the saved run.
+        checkpoint = find_together(lambda: _locate(folder, step), checks_files=rank0)
         if rank0 or checkpoint is None:
             return load()
-        _read.cache_clear()
+        read_once.cache_clear()
         # Upstream can load a GPT's layers into a hybrid model, and translates the names later.
         if sharded_state_dict is None or kwargs.get("gpt_compat_layer_maps") is not None:
             return load()
-        set_aside = _adapt(sharded_state_dict, checkpoint, args)
-        result = load()
-        for settings, flags in set_aside:
-            settings.update(flags)
-        return result
+        comparison = Comparison(
+            checkpoint,
+            ("model", "optimizer") if args.strict_fsdp_dtensor_load else (),
+            functools.partial(_advice, checkpoint, args),
+        )
+        loads_schedule = getattr(args, "use_checkpoint_opt_param_scheduler", False)
+        return load_compared(load, sharded_state_dict, comparison, loads_schedule=loads_schedule)
 
     return _load_base_checkpoint
+
+
+def find_together(
+    find: Callable[[], StoredCheckpoint | None], *, checks_files: bool
+) -> StoredCheckpoint | None:
+    """Find the checkpoint of a load, the same on all ranks.
+
+    Args:
+        find: Reads the table of contents, or returns None if there is no checkpoint.
+        checks_files: Whether to compare the files with the table, one share per rank.
+    """
+    checkpoint, problems = _attempt(find)
+    _raise_together(problems, _NOTHING_LOADED)
+    if not dist.is_initialized():
+        return checkpoint
+    raise_where_ranks_differ(
+        # Two saves of one iteration differ in their ids, also two of upstream's.
+        [f"{checkpoint.folder.name}, {checkpoint.save_id}" if checkpoint else "none"],
+        dist.group.WORLD,  # type: ignore[arg-type]
+        current_device(),
+        "checkpoint to load",
+        "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
+    )
+    if checks_files and checkpoint is not None:
+        _raise_where_damaged(checkpoint)
+    return checkpoint
+
+
+def load_compared(
+    load: Callable[[], Any],
+    state_dict: dict[str, Any],
+    comparison: Comparison,
+    *,
+    loads_schedule: bool,
+) -> Any:
+    """Let a trainer load a checkpoint after ``rename_and_compare()`` has compared it.
+
+    Args:
+        load: Loads into the state dict; its result begins with the loaded one.
+        state_dict: State dict of the run.
+        comparison: What to compare.
+        loads_schedule: Whether the schedule comes from the checkpoint.
+    """
+    set_aside = _adapt(state_dict, comparison)
+    result = load()
+    for settings, flags in set_aside:
+        settings.update(flags)
+    if "optimizer" in result[0]:
+        result[0]["optimizer"][LOADS_SCHEDULE] = loads_schedule
+    return result
 
 
 def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
@@ -133,11 +193,11 @@ def _locate(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
             "which Megatron loads instead. Drop --ckpt-step, or write the iteration into it."
         )
     path = find_checkpoint(folder, iteration or None)
-    return _read(path, (path / METADATA).stat().st_mtime_ns)
+    return read_once(path, (path / METADATA).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
-def _read(folder: Path, changed: int) -> StoredCheckpoint:
+def read_once(folder: Path, changed: int) -> StoredCheckpoint:
     """Read a table of contents once for the two calls of a load.
 
     Args:
@@ -148,22 +208,22 @@ def _read(folder: Path, changed: int) -> StoredCheckpoint:
 
 
 def _adapt(
-    state_dict: dict[str, Any], checkpoint: StoredCheckpoint, args: Any
+    state_dict: dict[str, Any], comparison: Comparison
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Adapt a state dict to the entries of a checkpoint.
 
     Args:
-        state_dict: Gets the checkpoint, for ``rename_and_compare()``, and a stored random
+        state_dict: Gets the comparison, for ``rename_and_compare()``, and a stored random
             state: there is one per stage and tensor-parallel rank, and a missing one is replaced by
             another.
-        checkpoint: The checkpoint.
-        args: Arguments of the run.
+        comparison: The checkpoint, and how it is compared.
 
     Returns:
         Dictionaries of group settings with the settings that are removed, as the checkpoint lacks
         them: they come from flags. The step count stays, so that DCP refuses a checkpoint without.
     """
-    state_dict[_STORED] = checkpoint
+    checkpoint = comparison.checkpoint
+    state_dict[_COMPARISON] = comparison
     generators = {match[1] for key in checkpoint.objects if (match := _GENERATOR.match(key))}
     random = state_dict.get("rng_state")
     if generators and isinstance(random, Mapping) and not random.keys() <= generators:
@@ -179,7 +239,8 @@ def _adapt(
         return []
     stored = checkpoint.tensors.keys() | checkpoint.objects.keys()
     # Equal on all ranks.
-    if args.strict_fsdp_dtensor_load and not any(k.startswith("optimizer.state.") for k in stored):
+    has_states = any(key.startswith("optimizer.state.") for key in stored)
+    if "optimizer" in comparison.strict_parts and not has_states:
         raise CheckpointError(
             f"{checkpoint.folder}: expected optimizer state, got none, as --no-save-optim leaves "
             "it out. Pass --no-load-optim, which loads the weights and starts momentum at zero. "
@@ -204,29 +265,31 @@ def rename_and_compare(original: Callable[..., Any]) -> Callable[..., Any]:
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
         """Rename the state to the keys of the checkpoint, and compare it with the checkpoint."""
-        checkpoint = raw_state_dict.pop(_STORED, None)
+        comparison = raw_state_dict.pop(_COMPARISON, None)
         weights = raw_state_dict["model"]
         if is_v2(model):
             # As in checkpoints of v1, with a wrapper of two modules.
             weights = {f"module.{key}": value for key, value in weights.items()}
         weights = rename_layers(model, weights)
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
-        if checkpoint is None:
+        if comparison is None:
             return state_dict
+        config = get_model_config(model)
         shapes, stages = _expected_shapes(state_dict), list[set[str]]()
-        if args.pipeline_model_parallel_size > 1:
+        if config.pipeline_model_parallel_size > 1:
             # Other pipeline stages load other names.
             group = mpu.get_pipeline_model_parallel_group()
             stages = [set()] * group.size()
             dist.all_gather_object(stages, {*shapes}, group=group)
-        problems = find_differences(checkpoint, shapes, args.num_experts, set().union(*stages))
-        # Collective on all ranks or on none: the flag is the same everywhere.
-        if args.strict_fsdp_dtensor_load:
-            _raise_together(problems, _advice(checkpoint, args))
-        elif problems:
-            logger.warning(
-                "--no-strict-fsdp-dtensor-load: these stay as they are: %s", "; ".join(problems)
-            )
+        problems = find_differences(
+            comparison.checkpoint, shapes, config.num_moe_experts, set().union(*stages)
+        )
+        is_strict = [text.startswith(comparison.strict_parts) for text in problems]
+        # Collective on all ranks or on none: the parts are the same everywhere.
+        if comparison.strict_parts:
+            _raise_together(list(itertools.compress(problems, is_strict)), comparison.advice())
+        if problems:
+            logger.warning("Not loaded, and as they were before: %s", "; ".join(problems))
         return state_dict
 
     return preprocess_fsdp_dtensor_state_dict

@@ -27,7 +27,6 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_
 from megatron.core.utils import get_model_config, log_single_rank
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
@@ -35,6 +34,8 @@ from megatron_muon.runtime.tensors import local_tensor
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^((?:module\.)*)(.*?\blayers)\.(\d+)(?=\.|$)")
+# Entry of a loaded state dict: True if the schedule comes from the checkpoint.
+LOADS_SCHEDULE = "_megatron_muon_loads_schedule"
 # Settings of a parameter group that training changes; the others come from flags.
 _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
@@ -297,15 +298,15 @@ def unpack(
     Tensors are copied into the existing ones, unless they are the same: the tensors of
     ``pack()``, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
     change in training are loaded (learning rate, weight decay, step count), and ``max_lr`` and
-    ``min_lr`` with ``--use-checkpoint-opt_param-scheduler``. The others come from the flags of this
-    run; a warning names differences.
+    ``min_lr`` with ``LOADS_SCHEDULE``. The others come from the flags of this run; a warning names
+    differences.
 
     Args:
         children: Optimizers with complete state.
         names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``; not changed.
     """
-    schedule = ("max_lr", "min_lr") if takes_schedule_of_checkpoint() else ()
+    schedule = ("max_lr", "min_lr") if state_dict.get(LOADS_SCHEDULE) else ()
     loaded = (*_MOVING_SETTINGS, *schedule)
     overridden: dict[str, str] = {}
     for child in children:

@@ -19,11 +19,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.mcore.arguments import (
-    requested_exchange,
-    requested_momentum,
-    requested_splits,
-)
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
@@ -37,6 +32,8 @@ from megatron_muon.mcore.fsdp_model import (
     named_optimizer_parameters,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+from megatron_muon.mcore.options import MuonOptions
+from megatron_muon.mcore.patching import PATCHED, apply_to_imported
 from megatron_muon.mcore.splits import (
     build_with_flags,
     needs_custom_build,
@@ -44,6 +41,7 @@ from megatron_muon.mcore.splits import (
     tag_blocks,
 )
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
@@ -66,23 +64,32 @@ def build_megatron_fsdp_emerging_optimizer(
     *,
     exchange: ExchangeSettings | None = None,
     splits: Splits | None = None,
+    momentum_dtype: torch.dtype | None = None,
+    offload_momentum: bool | None = None,
+    skip_router: bool | None = None,
+    log_metrics: bool | None = None,
 ) -> FSDPMuonChainedOptimizer:
     """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
     layer and tensors that are not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
+    Keyword arguments that are None have the values of ``config``'s attributes with the names of
+    ``MuonOptions``, or their defaults: the trainers set these attributes by flags or YAML.
 
     Args:
         config: Optimizer configuration; the ``muon_*`` fields have the same meaning as under DDP.
-            ``muon_momentum`` is 0.95 by default, Megatron's flag ``--muon-momentum`` 0.9.
+            ``muon_momentum`` is 0.95 by default, Megatron's flag ``--muon-momentum`` 0.9. The
+            optimizer ``dist_muon`` means ``muon``.
         model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
-        exchange: How matrices are exchanged; None for the ``--muon-fsdp-*`` flags, or their
-            defaults in scripts without them.
-        splits: Blocks that are orthogonalized separately; None for ``config.muon_split_qkv`` and
-            the ``--muon-split-*`` flags.
+        exchange: How matrices are exchanged.
+        splits: Blocks that are orthogonalized separately.
+        momentum_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        offload_momentum: Whether momentum is in pinned CPU memory between steps.
+        skip_router: Whether ``config.muon_scalar_optimizer`` steps routers.
+        log_metrics: Whether metrics are written to the TensorBoard and W&B writers of a trainer.
 
     Returns:
         The optimizer, with state for every parameter on every rank.
@@ -97,7 +104,19 @@ def build_megatron_fsdp_emerging_optimizer(
 
     Communication: parameter groups and layouts are compared once across ranks.
     """
+    apply_to_imported()
     check_model_chunks(model_chunks)
+    if is_v2(model_chunks[0]) and PATCHED.v2_problems:
+        raise IncompatibleMegatronError(PATCHED.v2_problems)
+    if config.optimizer == "dist_muon":
+        # Bridge's recipes say so; Megatron-FSDP has already sharded what the prefix would.
+        config = copy.copy(config)
+        config.optimizer = "muon"
+    options = MuonOptions.of(config)
+    splits, skips_router = (
+        splits or options.splits,
+        _given(skip_router, options.moe_router_skip_muon),
+    )
     refusals = unsupported_settings(_settings(config, model_chunks[0]))
     raise_where_refused(config.optimizer, refusals)
     if pg_collection is None:
@@ -105,8 +124,14 @@ def build_megatron_fsdp_emerging_optimizer(
 
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
     _tag_parameters(config, fqns, model_chunks, splits)
-    groups_by_child = _parameter_groups(config, model_chunks, config_overrides)
-    children = _ChildBuilder(config, model_chunks, pg_collection)
+    # The rule comes last: it decides which optimizer steps a parameter.
+    rule = routing_rule(config, skips_router=skips_router)
+    groups_by_child = _parameter_groups(config, model_chunks, {**(config_overrides or {}), **rule})
+    momentum = {
+        "momentum_dtype": momentum_dtype or options.momentum_dtype,
+        "offload_momentum": _given(offload_momentum, options.muon_fsdp_offload_momentum),
+    }
+    children = _ChildBuilder(config, model_chunks, pg_collection, momentum)
     if config.optimizer != "lion":
         problems = children.find_tensor_shards(groups_by_child, fqns)
         raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
@@ -123,8 +148,13 @@ def build_megatron_fsdp_emerging_optimizer(
         [children.build(*key, groups) for key, groups in groups_by_child.items()],
         model_chunks,
         fqns,
-        exchange or requested_exchange(),
+        exchange or options.exchange,
+        log_metrics=_given(log_metrics, options.muon_fsdp_log_metrics),
     )
+
+
+def _given(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
 
 
 def choose_builder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +196,7 @@ def _tag_parameters(
     config: OptimizerConfig,
     fqns: dict[FSDPParameter, str],
     model_chunks: Sequence[FSDPModel],
-    splits: Splits | None,
+    splits: Splits,
 ) -> None:
     """Mark experts and blocks, as upstream does before it builds an emerging optimizer."""
     for param, fqn in fqns.items():
@@ -175,18 +205,14 @@ def _tag_parameters(
             param.expert_tp = True
     # Lion is elementwise.
     for chunk in model_chunks if config.optimizer != "lion" else ():
-        tag_blocks(
-            chunk, splits or requested_splits(config), lambda param: tensor_shard_shape(param)[0]
-        )
+        tag_blocks(chunk, splits, lambda param: tensor_shard_shape(param)[0])
 
 
 def _parameter_groups(
     config: OptimizerConfig,
     model_chunks: Sequence[FSDPModel],
-    config_overrides: dict[ParamKey, Any] | None,
+    overrides: dict[ParamKey, Any],
 ) -> _GroupsByChild:
-    # The rule comes last: it decides which optimizer steps a parameter.
-    overrides = {**(config_overrides or {}), **routing_rule(config)}
     groups_by_child: _GroupsByChild = defaultdict(list)
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
         # Some may be empty: all pipeline stages have the same groups and reduce norms together.
@@ -203,8 +229,9 @@ class _ChildBuilder:
         config: OptimizerConfig,
         model_chunks: Sequence[FSDPModel],
         pg_collection: ProcessGroupCollection,
+        momentum: dict[str, Any],
     ) -> None:
-        self._config = config
+        self._config, self._momentum = config, momentum
         self._model_chunks = list(model_chunks)
         self._groups = pg_collection
         self._is_v2 = is_v2(model_chunks[0])
@@ -255,7 +282,7 @@ class _ChildBuilder:
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
-        kwargs |= {"split_qkv": True, "device": current_device(), **requested_momentum()}
+        kwargs |= {"split_qkv": True, "device": current_device(), **self._momentum}
         return FSDPZeROTensorParallelMuon(param_groups, tensor_shards=self._tensor_shards, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:

@@ -4,12 +4,14 @@
 
 from megatron_muon.mcore import (
     arguments,
+    bridge_trainer,
     checkpoint_load,
     checkpoint_repairs,
     checkpoint_save,
     checkpoint_state,
     factory,
     gradient_repairs,
+    options,
     pipeline_repairs,
     qk_clip,
 )
@@ -40,6 +42,12 @@ PATCHES: tuple[Patch, ...] = (
             "args.use_distributed_optimizer = True",
         ),
     ),
+    Patch(
+        "megatron.training.training:get_megatron_optimizer_config",
+        "carry the flags of this package into the configuration of the optimizer",
+        options.carry_flags,
+        source_lines=("return config, config_overrides",),
+    ),
     # Looked up by its module's global name at each call, so replacing the attribute is enough.
     Patch(
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
@@ -58,21 +66,14 @@ PATCHES: tuple[Patch, ...] = (
         qk_clip.clip_before_install,
         source_lines=("model_chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
     ),
-    # The training loop imported the function by name, so its own name is patched too.
-    *(
-        Patch(
-            f"{module}:clip_qk",
-            f"QK-clip: return the largest logit of a model whose step has clipped it{why}",
-            qk_clip.max_attention_logit,
-            source_lines=(
-                "for transformer_layer in model_chunk.module.module.decoder.layers:",
-                "transformer_layer.self_attention.clip_qk()",
-            ),
-        )
-        for module, why in (
-            ("megatron.core.optimizer.qk_clip", ""),
-            ("megatron.training.training", ", to the training loop"),
-        )
+    Patch(
+        "megatron.core.optimizer.qk_clip:clip_qk",
+        "QK-clip: return the largest logit of a model whose step has clipped it",
+        qk_clip.max_attention_logit,
+        source_lines=(
+            "for transformer_layer in model_chunk.module.module.decoder.layers:",
+            "transformer_layer.self_attention.clip_qk()",
+        ),
     ),
     # Adam hides this and the two that follow: its update hardly changes when gradients are scaled.
     Patch(
@@ -171,7 +172,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
     ),
     Patch(
-        "megatron.training.checkpointing:handle_swiglu_in_state_dict",
+        "megatron.core.transformer.fsdp_dtensor_checkpoint:handle_swiglu_in_state_dict",
         "checkpoints: split every state of a gated layer, not Adam's alone, also in fp32 and HFSDP",
         checkpoint_repairs.split_every_state,
         source_lines=(
@@ -179,6 +180,12 @@ PATCHES: tuple[Patch, ...] = (
             'for subkey in ["exp_avg", "exp_avg_sq"]:',
             'model_state_dict[f"{key}_w"] = weight_w',
         ),
+    ),
+    Patch(
+        "megatron.core.transformer.fsdp_dtensor_checkpoint:handle_gdn_in_state_dict",
+        "checkpoints: split every state of gated delta nets, not Adam's alone",
+        checkpoint_repairs.split_every_state,
+        source_lines=("if rel == 'in_proj.weight':",),
     ),
     Patch(
         "megatron.core.transformer.fsdp_dtensor_checkpoint:make_fsdp_dtensor",
@@ -216,21 +223,13 @@ PATCHES: tuple[Patch, ...] = (
         checkpoint_load.find_pretrained,
         source_lines=("load_dir = getattr(args, load_arg)",),
     ),
-    # The training loop imported the function by name, so its own name is patched too.
-    *(
-        Patch(
-            f"{module}:save_checkpoint",
-            f"checkpoints: one that is saved again{why} is replaced in one step",
-            checkpoint_save.replace_in_one_step,
-            source_lines=(
-                "fs_storage_writer = torch.distributed.checkpoint.FileSystemWriter("
-                "checkpoint_name)",
-            ),
-        )
-        for module, why in (
-            ("megatron.training.checkpointing", ""),
-            ("megatron.training.training", " by the training loop"),
-        )
+    Patch(
+        "megatron.training.checkpointing:save_checkpoint",
+        "checkpoints: one that is saved again is replaced in one step",
+        checkpoint_save.replace_in_one_step,
+        source_lines=(
+            "fs_storage_writer = torch.distributed.checkpoint.FileSystemWriter(checkpoint_name)",
+        ),
     ),
     Patch(
         "megatron.core.msc_utils:MaybeMultiStorageClient.__getattr__",
@@ -243,13 +242,53 @@ PATCHES: tuple[Patch, ...] = (
 # Applied to releases that have the symbol.
 LATER_PATCHES: tuple[Patch, ...] = (
     Patch(
-        "megatron.training.checkpointing:handle_mla_down_proj_in_state_dict",
+        "megatron.core.transformer.fsdp_dtensor_checkpoint:handle_mla_down_proj_in_state_dict",
         "checkpoints: split every state of fused latent attention, not Adam's alone",
         checkpoint_repairs.split_every_state,
         source_lines=(
             "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
             'for subkey in ["exp_avg", "exp_avg_sq"]:',
         ),
+    ),
+)
+
+_BRIDGE = "megatron.bridge.training"
+
+# Applied when Megatron-Bridge is imported.
+BRIDGE_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        f"{_BRIDGE}.checkpointing:preprocess_fsdp_dtensor_state_dict",
+        "Bridge, checkpoints: layers of pipeline stages have names of their own; compare names and "
+        "shapes before anything is loaded",
+        checkpoint_load.rename_and_compare,
+        source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
+    ),
+    Patch(
+        f"{_BRIDGE}.checkpointing:load_fsdp_dtensor_checkpoint",
+        "Bridge, checkpoints: refuse one that is damaged or lacks optimizer state, on all ranks",
+        bridge_trainer.compare_before_loading,
+        source_lines=(
+            "state_dict = preprocess_fsdp_dtensor_state_dict(cfg, state_dict, model[0])",
+            "return state_dict, checkpoint_name, release, CheckpointType.FSDP_DTENSOR",
+        ),
+    ),
+    Patch(
+        f"{_BRIDGE}.checkpointing:_create_fsdp_dtensor_storage_writer",
+        "Bridge, checkpoints: one that is saved again is replaced in one step",
+        bridge_trainer.replace_in_one_step,
+        source_lines=("return torch.distributed.checkpoint.FileSystemWriter(checkpoint_path)",),
+    ),
+    Patch(
+        f"{_BRIDGE}.setup:_update_model_config_funcs",
+        "Bridge, pipeline stages: dist.align_grad_reduce is off under Megatron-FSDP",
+        bridge_trainer.leave_stages_unaligned,
+        source_lines=("align_grad_reduce: bool = True,", "if align_grad_reduce:"),
+    ),
+    Patch(
+        f"{_BRIDGE}.train:train",
+        "Bridge: refuse settings of checkpoints that cannot work, and write metrics",
+        bridge_trainer.check_before_training,
+        source_lines=("global_state: GlobalState,",),
     ),
 )
 

@@ -1,13 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of the installed megatron-core: verified before any is applied, and reversible."""
+"""Patches of the installed megatron: verified before any is applied, and reversible.
+
+A function is replaced in the module that defines it, and in the modules of megatron that have
+imported it by name. Modules that are imported later get the replacement.
+"""
 
 import functools
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron_muon.mcore.versions import IncompatibleMegatronError
 
 # Marks our replacements, to notice if a target was replaced again.
 _MARK = "__megatron_muon_patch__"
@@ -18,7 +25,7 @@ class Patch:
     """One change to megatron.
 
     Args:
-        symbol: Function or class that is replaced, as "module:name"; looked up when it is called.
+        symbol: Function or class that is replaced, as "module:name" of its definition.
         purpose: Why, in a sentence.
         wrap: Takes the original, returns the replacement.
         source_lines: Lines that its source must contain, without indentation.
@@ -31,6 +38,11 @@ class Patch:
     wrap: Callable[[Any], Any] = field(repr=False)
     source_lines: tuple[str, ...] = ()
     repaired_text: str = ""
+
+    @property
+    def module(self) -> str:
+        """Name of the module with the definition."""
+        return self.symbol.partition(":")[0]
 
     @property
     def attribute(self) -> str:
@@ -96,18 +108,50 @@ def _lines(target: Any) -> frozenset[str]:
     return frozenset(line.strip() for line in _source(target).splitlines())
 
 
+@dataclass
+class Patches:
+    """Patches of a process.
+
+    Args:
+        applied: In the order of their application.
+        waiting: Patches of modules that are not imported yet.
+        v2_problems: Differences of Megatron-FSDP v2 from the tested releases, one sentence each,
+            for which it is refused.
+    """
+
+    applied: list[Patch] = field(default_factory=list)
+    waiting: list[Patch] = field(default_factory=list)
+    v2_problems: list[str] = field(default_factory=list)
+
+
+PATCHED = Patches()
+
+
+def apply_to_imported() -> None:
+    """Apply the patches whose modules were imported after ``enable()``.
+
+    Raises:
+        IncompatibleMegatronError: A target differs from the tested ones; nothing was changed.
+    """
+    patches = [patch for patch in PATCHED.waiting if patch.module in sys.modules]
+    if problems := [problem for patch in patches for problem in patch.problems()]:
+        raise IncompatibleMegatronError(problems)
+    apply_all(patches)
+    PATCHED.applied += patches
+    PATCHED.waiting = [patch for patch in PATCHED.waiting if patch not in patches]
+
+
 def apply_all(patches: Sequence[Patch]) -> None:
     """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
-    replacements = []
+    pairs = []
     for patch in patches:
         original = pkgutil.resolve_name(patch.symbol)
         # Tracebacks, help() and inspect.signature show the original.
         replacement = functools.update_wrapper(patch.wrap(original), original)
         setattr(replacement, _MARK, patch.symbol)
-        replacements.append(replacement)
+        pairs.append((original, replacement))
     # All or none: a wrap may raise.
-    for patch, replacement in zip(patches, replacements, strict=True):
-        _replace(patch, replacement)
+    _replace_all(patches, pairs)
 
 
 def revert_all(patches: Sequence[Patch]) -> None:
@@ -123,12 +167,18 @@ def revert_all(patches: Sequence[Patch]) -> None:
                 f"{patch.symbol}: expected the replacement of megatron-muon, got {replacement!r}. "
                 "Undo the later change first; nothing was restored."
             )
-    for patch, replacement in zip(patches, current, strict=True):
-        _replace(patch, replacement.__wrapped__)
+    _replace_all(patches, [(each, each.__wrapped__) for each in current])
 
 
-def _replace(patch: Patch, function: Any) -> None:
-    """Set an attribute; a static method must stay one, or instances would pass themselves."""
-    holder, name = patch.holder(), patch.attribute
-    is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
-    setattr(holder, name, staticmethod(function) if is_static else function)
+def _replace_all(patches: Sequence[Patch], pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Replace the first object of each pair by the second, wherever megatron has it by name."""
+    for patch, (_, replacement) in zip(patches, pairs, strict=True):
+        holder, name = patch.holder(), patch.attribute
+        # A static method must stay one, or instances would pass themselves.
+        is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
+        setattr(holder, name, staticmethod(replacement) if is_static else replacement)
+    replacements = {id(old): new for old, new in pairs}
+    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements:
+                setattr(module, name, replacements[id(value)])

@@ -113,15 +113,19 @@ V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def relied_on_problems(*, has_v2: bool) -> list[str]:
-    """Return one sentence for each difference between these symbols and the tested ones.
-
-    Args:
-        has_v2: Whether the release has Megatron-FSDP v2 in its flags.
-    """
-    symbols = {**RELIED_ON, **(V2_RELIED_ON if has_v2 else {})}
+def relied_on_problems() -> list[str]:
+    """Return one sentence for each difference between these symbols and the tested ones."""
     unknown = inspect.signature(pkgutil.resolve_name(_MUON)).parameters.keys() - _MUON_PARAMETERS
     problems = [f"{_MUON}: expected no parameter {name}, found one." for name in sorted(unknown)]
-    return problems + [
+    return problems + _differences(RELIED_ON)
+
+
+def v2_problems() -> list[str]:
+    """Return one sentence for each difference of Megatron-FSDP v2."""
+    return _differences(V2_RELIED_ON)
+
+
+def _differences(symbols: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [
         problem for symbol, lines in symbols.items() for problem in symbol_problems(symbol, lines)
     ]

@@ -20,7 +20,8 @@ from megatron.core.optimizer.emerging_optimizers import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 
-from megatron_muon.mcore.arguments import MUON_OPTIMIZERS, requested_splits, skips_router
+from megatron_muon.mcore.options import MuonOptions
+from megatron_muon.mcore.unsupported import MUON_OPTIMIZERS
 from megatron_muon.plan.layout import Splits, all_heads, halves
 
 # Classes in which gate and up alternate, and the field of their configuration with the block size.
@@ -105,7 +106,7 @@ def _split_shapes(
     return config.qk_head_dim, second
 
 
-def routing_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
+def routing_rule(config: OptimizerConfig, *, skips_router: bool) -> dict[ParamKey, Any]:
     """Return the overrides that assign parameters to a scalar optimizer.
 
     Megatron's rule selects parameters that are not matrices. With Muon,
@@ -119,13 +120,12 @@ def routing_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
     for override in rule.values():
         override.update(to_scalar)
     excluded = ParamPredicate(name="asks_for_another_optimizer", fn=_is_excluded)
-    return {**rule, ParamKey(predicate=excluded): to_scalar, **router_rule(config)}
+    rule[ParamKey(predicate=excluded)] = to_scalar
+    return {**rule, **router_rule(config)} if skips_router else rule
 
 
 def router_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """Return the override of ``--moe-router-skip-muon``; empty without the flag."""
-    if not skips_router():
-        return {}
+    """Return the override of ``--moe-router-skip-muon``."""
     return {ParamKey(name="*.router.weight"): {"optimizer": config.muon_scalar_optimizer}}
 
 
@@ -142,8 +142,8 @@ def needs_custom_build(config: Any) -> bool:
     """
     if config.optimizer not in MUON_OPTIMIZERS:
         return False
-    splits = requested_splits(config)
-    return splits != Splits(qkv=splits.qkv) or skips_router()
+    options = MuonOptions.of(config)
+    return options.splits != Splits(qkv=options.splits.qkv) or options.moe_router_skip_muon
 
 
 def build_with_flags(
@@ -162,9 +162,12 @@ def build_with_flags(
         config_overrides: Per-parameter settings.
         pg_collection: Process groups of the model.
     """
+    options = MuonOptions.of(config)
     for chunk in model_chunks:
-        tag_blocks(chunk, requested_splits(config), lambda param: param.shape[0])
-    overrides = {**(config_overrides or {}), **router_rule(config)}
+        tag_blocks(chunk, options.splits, lambda param: param.shape[0])
+    overrides = {**(config_overrides or {})}
+    if options.moe_router_skip_muon:
+        overrides.update(router_rule(config))
     # Only the tags decide about splits, as under Megatron-FSDP.
     config = copy.copy(config)
     config.muon_split_qkv = True

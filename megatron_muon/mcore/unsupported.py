@@ -10,6 +10,8 @@ from megatron_muon.user_errors import SettingsError
 
 # Values of --optimizer: Muon and its adaptive forms, and Lion, which is elementwise.
 BUILT_OPTIMIZERS = ("muon", "adaptive_muon", "lion")
+# Names under which Megatron builds a Muon without Megatron-FSDP.
+MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
 Settings = Mapping[str, Any]
 
@@ -376,5 +378,6 @@ def alignment_problems(config: Any) -> list[str]:
         return []
     return [
         "config.grad_sync_func: expected None with pipeline stages, got a function, which "
-        "Megatron-FSDP ignores: gradients of stages stay unreduced. Leave it out"
+        "Megatron-FSDP ignores: gradients of stages stay unreduced. Leave it out "
+        "(--no-align-grad-reduce; in Megatron-Bridge dist.align_grad_reduce=False)"
     ]

@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[str, str]] = {
     "fsdp2": ("newton_schulz plan runtime rows step", "torch"),
     "checkpoint": ("", "torch"),
     "mcore": ("user_errors newton_schulz plan runtime rows step checkpoint", "torch megatron"),
+    "bridge": ("mcore", "torch megatron"),
     "check": (
         "newton_schulz plan report runtime rows step fsdp2 mcore",
         "torch",

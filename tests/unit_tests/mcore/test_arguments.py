@@ -24,7 +24,7 @@ REFUSALS = [
     (("--exp-avg-dtype", "fp8"), "got fp8: momentum is averaged in float32, and rounded to"),
     (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Megatron then steps copies"),
     (("--no-use-layer-wise-param-layout",), "--no-use-layer-wise-param-layout or use_layer_wise"),
-    (("--optimizer", "dist_muon"), "adaptive_muon and lion, got dist_muon: it has no"),
+    (("--optimizer", "soap"), "adaptive_muon and lion, got soap: it has no"),
     (
         (*INTERLEAVED, "--save", "folder"),
         "got --num-layers-per-virtual-pipeline-stage 1 --save folder: Megatron-FSDP's checkpoints",
@@ -234,9 +234,10 @@ def test_settings_are_refused_only_together(settings, is_refused):
 def test_flag_of_later_megatron_chooses_its_kernels(given, uses_syrk, expected):
     """--muon-use-syrk; what --muon-fsdp-newton-schulz says, wins."""
     from megatron_muon.mcore import arguments
+    from megatron_muon.mcore.options import MuonOptions
 
     flags = [] if given is None else ["--muon-fsdp-newton-schulz", given]
     args = arguments.add_flags(argparse.ArgumentParser()).parse_args(flags)
     if uses_syrk is not None:
         args.muon_use_syrk = uses_syrk
-    assert arguments.exchange_settings(args).newton_schulz == expected
+    assert MuonOptions.of(args).exchange.newton_schulz == expected

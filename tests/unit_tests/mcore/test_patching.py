@@ -93,7 +93,7 @@ def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
 
     from megatron_muon.mcore.relied_on import relied_on_problems
 
-    assert relied_on_problems(has_v2=False) == []
+    assert relied_on_problems() == []
     init = TensorParallelMuon.__init__
     signature = inspect.signature(init)
     # Megatron-LM's main has use_syrk.
@@ -102,7 +102,7 @@ def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
         parameters = {**signature.parameters, name: later}
         changed = signature.replace(parameters=list(parameters.values()))
         monkeypatch.setattr(init, "__signature__", changed, raising=False)
-        problems = relied_on_problems(has_v2=False)
+        problems = relied_on_problems()
         assert (problems == []) == is_known
         assert is_known or name in problems[0]
 
@@ -154,7 +154,7 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
 def test_enable_refuses_a_misfit_of_any_package(monkeypatch, package, found):
     """The error names what was found, the tested ranges and what to install."""
     monkeypatch.setattr(versions, "installed_versions", lambda: {**GOOD_VERSIONS, package: found})
-    monkeypatch.setattr(enabling, "_applied", [])
+    monkeypatch.setattr(enabling.PATCHED, "applied", [])
     with pytest.raises(IncompatibleMegatronError) as caught:
         enabling.enable()
     (problem,) = caught.value.problems

@@ -1,0 +1,176 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of Megatron-Bridge that are wrapped, for its trainer and others that call them.
+
+Bridge has a loop, a loader and a saver of its own. They call functions of megatron-core, which are
+repaired there.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from megatron_muon.checkpoint.folders import METADATA, find_checkpoint
+from megatron_muon.checkpoint.reading import StoredCheckpoint
+from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
+from megatron_muon.mcore.checkpoint_load import (
+    Comparison,
+    find_together,
+    load_compared,
+    read_once,
+)
+from megatron_muon.mcore.checkpoint_save import ReplacingFileSystemWriter
+from megatron_muon.mcore.metrics_log import LoggedRun
+from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+
+
+def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``load_fsdp_dtensor_checkpoint``, which ignores missing tensors.
+
+    Weights are compared strictly with ``strict_fsdp_dtensor_load`` alone, which is off by default;
+    optimizer state always: momentum that silently stays zero is no partial load.
+
+    Communication: see ``find_together()`` and ``rename_and_compare()``.
+    """
+
+    def load_fsdp_dtensor_checkpoint(
+        load_dir: str,
+        ckpt_cfg: Any,
+        rank0: bool,
+        sharded_state_dict: dict[str, Any] | None,
+        iteration: int | None,
+        release: bool = False,
+        checkpoint_path_override: str | None = None,
+        checkpointing_context: Any = None,
+        cfg: Any = None,
+    ) -> Any:
+        load = functools.partial(
+            original,
+            load_dir,
+            ckpt_cfg,
+            rank0,
+            sharded_state_dict,
+            iteration,
+            release,
+            checkpoint_path_override,
+            checkpointing_context,
+            cfg,
+        )
+        if rank0 or sharded_state_dict is None:
+            return load()
+        checkpoint = find_together(
+            lambda: _locate(load_dir, iteration, release, checkpoint_path_override),
+            checks_files=True,
+        )
+        assert checkpoint is not None
+        is_strict = getattr(ckpt_cfg, "strict_fsdp_dtensor_load", False)
+        comparison = Comparison(
+            checkpoint,
+            ("model", "optimizer") if is_strict else ("optimizer",),
+            lambda: (
+                f"{checkpoint.folder} does not fit the optimizer or the model of this run. If only "
+                "the optimizer differs, checkpoint.load_optim=False or checkpoint.finetune=True "
+                "loads the weights and starts momentum at zero. Nothing was loaded."
+            ),
+        )
+        # Other trainers pass a model's configuration, or none.
+        scheduler = getattr(cfg, "scheduler", None)
+        loads_schedule = getattr(scheduler, "use_checkpoint_opt_param_scheduler", False)
+        return load_compared(load, sharded_state_dict, comparison, loads_schedule=loads_schedule)
+
+    return load_fsdp_dtensor_checkpoint
+
+
+def _locate(
+    load_dir: str, iteration: int | None, release: bool, folder: str | None
+) -> StoredCheckpoint:
+    """Read the checkpoint that Bridge is about to load."""
+    from megatron.bridge.training.checkpointing import get_checkpoint_name
+
+    path = Path(folder or get_checkpoint_name(load_dir, iteration, release))
+    if folder is None and not release:
+        path = find_checkpoint(path.parent, iteration)
+    return read_once(path, (path / METADATA).stat().st_mtime_ns)
+
+
+def replace_in_one_step(original: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Wrap ``_create_fsdp_dtensor_storage_writer``: torch's writer overwrites an earlier save."""
+
+    def _create_fsdp_dtensor_storage_writer(checkpoint_path: str) -> Any:
+        writer = original(checkpoint_path)
+        # Not that of a multi-storage client.
+        is_torchs = type(writer) is dcp.FileSystemWriter
+        return ReplacingFileSystemWriter(checkpoint_path) if is_torchs else writer
+
+    return _create_fsdp_dtensor_storage_writer
+
+
+def leave_stages_unaligned(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``_update_model_config_funcs``: Megatron-FSDP cannot align stages.
+
+    See ``alignment_problems()``. ``dist.align_grad_reduce`` is on by default.
+    """
+
+    def _update_model_config_funcs(
+        model: Any, model_config: Any, ddp_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if ddp_config.use_megatron_fsdp and model_config.pipeline_model_parallel_size > 1:
+            kwargs["align_grad_reduce"] = False
+        original(model, model_config, ddp_config, *args, **kwargs)
+
+    return _update_model_config_funcs
+
+
+def check_before_training(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``train`` to refuse settings of checkpoints, and to give metrics their writers.
+
+    An optimizer does not see settings of checkpoints when it is built.
+
+    Raises:
+        SettingsError: With all settings that cannot work.
+    """
+
+    def train(
+        forward_step_func: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        train_data_iterator: Any,
+        valid_data_iterator: Any,
+        global_state: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(optimizer, FSDPMuonChainedOptimizer):
+            cfg = global_state.cfg
+            raise_where_refused(cfg.optimizer.optimizer, unsupported_settings(_settings(cfg)))
+            if optimizer.metrics_log is not None:
+                optimizer.metrics_log.run = functools.partial(_run, global_state)
+        return original(
+            forward_step_func,
+            model,
+            optimizer,
+            scheduler,
+            train_data_iterator,
+            valid_data_iterator,
+            global_state,
+            *args,
+            **kwargs,
+        )
+
+    return train
+
+
+def _settings(cfg: Any) -> Mapping[str, Any]:
+    """Merge the settings of checkpoints, model and optimizer into one table."""
+    optimizer = {**vars(cfg.optimizer), "optimizer": cfg.optimizer.optimizer.removeprefix("dist_")}
+    return {**vars(cfg.checkpoint), **vars(cfg.model), **vars(cfg.ddp), **optimizer}
+
+
+def _run(state: Any) -> LoggedRun:
+    interval = state.cfg.logger.tensorboard_log_interval
+    step = state.train_state.step + 1
+    return LoggedRun(step, interval, state.tensorboard_logger, state.wandb_logger)
