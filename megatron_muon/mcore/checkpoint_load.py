@@ -41,6 +41,10 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
+_MEAN_OF_TWO = (
+    "loaded %s; Megatron prints the mean loss of the first two iterations in the second one, which "
+    "therefore differs from that of an uninterrupted run; weights and state do not"
+)
 # Entry of a state dict on load, like upstream's ``_model``; absent on save.
 _STORED = "_megatron_muon_checkpoint"
 # Names of experts contain their global index.
@@ -101,6 +105,8 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         result = load()
         for settings, flags in set_aside:
             settings.update(flags)
+        if getattr(args, "log_interval", None) == 1:
+            log_single_rank(logger, logging.INFO, _MEAN_OF_TWO, checkpoint.folder)
         return result
 
     return _load_base_checkpoint
