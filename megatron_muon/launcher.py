@@ -5,10 +5,15 @@
 import json
 import logging
 import os
+import re
 import runpy
+import shutil
+import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_muon.user_errors import SettingsError, UserError
@@ -65,8 +70,8 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
         Exit status: 0, or 2 without a script. Errors of the script propagate.
 
     Raises:
-        SettingsError: The script does not exist, there is no GPU, or a flag of the script cannot
-            work.
+        SettingsError: The script does not exist, its checkout cannot compile its dataset helpers,
+            there is no GPU, or a flag of the script cannot work.
         IncompatibleMegatronError: The patches were not written for the installed megatron-core.
     """
     if not argv or argv[0] in ("-h", "--help"):
@@ -86,6 +91,7 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
 
     # Before CPU ranks: they import megatron.
     check_versions()
+    _check_dataset_helpers()
     if enable_cpu_ranks is not None:
         enable_cpu_ranks()
     elif not _has_gpu():
@@ -95,6 +101,34 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
     sys.argv = list(argv)
     runpy.run_path(str(script), run_name="__main__")
     return 0
+
+
+def _check_dataset_helpers() -> None:
+    """Refuse a checkout of Megatron-LM that would compile its dataset helpers for another Python.
+
+    Rank 0 runs make there while all others wait for it, and make takes Python from PATH. A wheel
+    has the compiled helpers, and no Makefile.
+    """
+    folder = Path(find_spec("megatron.core").origin).with_name("datasets")  # type: ignore[union-attr, arg-type]
+    if not (folder / "Makefile").is_file():
+        return
+    helpers = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    headers = Path(sysconfig.get_path("include")).name
+    tools = {name: shutil.which(name) for name in ("make", "python3", "python3-config")}
+    if all(tools.values()):
+        make = ["make", "--dry-run", "-C", str(folder)]
+        command = subprocess.run(make, capture_output=True, text=True).stdout
+        if " -o " not in command and (folder / helpers).is_file():
+            return
+        # pybind11 of that Python prints the folder of its headers.
+        if re.search(rf"/{headers}\b.* -o {re.escape(helpers)}$", command, re.MULTILINE):
+            return
+    path = ":".join(dict.fromkeys([str(Path(sys.executable).parent), f"{sys.base_prefix}/bin"]))
+    raise SettingsError(
+        f"PATH: expected make, and python3 and python3-config of {sys.executable} with pybind11, "
+        f"to compile the dataset helpers in {folder}; got {', '.join(map(str, tools.values()))}. "
+        f"Type: PATH={path}:$PATH torchrun ..."
+    )
 
 
 def _has_gpu() -> bool:

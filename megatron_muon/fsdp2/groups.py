@@ -307,8 +307,9 @@ def parameter_groups(
     Args:
         model: The model, sharded or not yet.
         elementwise_names: Regular expressions; parameters with a matching name are stepped element
-            by element. Without the default ones, heads and routers are matrices unless a pattern
-            matches.
+            by element. The default, ``ELEMENTWISE_NAMES`` of ``megatron_muon.fsdp2.groups``,
+            has embeddings, LoRA's adapters, routers, heads, output layers, norms and biases.
+            Without it, heads and routers are matrices unless a pattern matches.
         elementwise: Algorithm of these, ``adamw`` or ``lion``.
         elementwise_options: Other keys of their groups, such as ``lr``.
         flatten: Whether Muon gets convolutions too, as matrices of output channels.

@@ -52,19 +52,20 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: Learning rate, also of AdamW's groups that have none.
         momentum: Weight of Muon's momentum.
         weight_decay: Coefficient, also of AdamW's groups that have none.
-        scale_mode: See ``Muon``; with ``match_adamw`` one learning rate fits both.
-        nesterov: See ``Muon``.
-        betas: See AdamW and Lion.
-        eps: See AdamW.
-        foreach: See AdamW.
-        fused: See AdamW.
+        scale_mode: Scale of Muon's updates by shape. ``match_adamw`` gives them the size of AdamW's
+            updates, so that one learning rate fits both; ``Muon`` lists the others.
+        nesterov: Whether Muon averages the gradient into the momentum once more.
+        betas: Decay rates of the averages of AdamW and Lion.
+        eps: Term that AdamW adds to its divisor.
+        foreach: Whether AdamW updates lists of tensors at once; None lets torch choose.
+        fused: Whether AdamW updates in fused kernels; None lets torch choose.
         muon_options: Other arguments of ``Muon``, among them ``exchange`` and, for plain tensors,
             ``process_group`` and ``tensor_group``.
 
     Attributes:
         algorithms: Algorithms by parameter group.
         muon: The optimizer of matrices; None before their exchange is planned.
-        fresh_if_moved: See ``Muon``.
+        fresh_if_moved: Whether a state is loaded that lacks parameters, which then start afresh.
 
     Raises:
         TypeError: An unknown argument, or a list that ``Muon`` would not take.
@@ -144,11 +145,13 @@ class MuonAdamW(torch.optim.Optimizer):
         Args:
             model: The model.
             lr: Learning rate.
-            elementwise_names: See ``parameter_groups()``.
-            elementwise: See ``parameter_groups()``.
-            elementwise_options: See ``parameter_groups()``.
-            flatten: See ``parameter_groups()``.
-            splits: See ``parameter_groups()``.
+            elementwise_names: Regular expressions for names of parameters that are not Muon's; the
+                default is that of ``parameter_groups()``.
+            elementwise: Algorithm of these, ``adamw`` or ``lion``.
+            elementwise_options: Other keys of their groups, such as ``lr`` and ``betas``.
+            flatten: Whether Muon gets convolutions too, as matrices of output channels.
+            splits: Rows of the blocks of fused matrices by regular expression of names, such as
+                ``{"wqkv": (64, 32, 32)}``; None keeps them whole.
             options: Other arguments of the class.
         """
         choices = choose(

@@ -63,8 +63,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     Raises:
         TypeError: A model chunk is not a Megatron-FSDP ``FullyShardedDataParallel``.
-        ValueError: See ``MuonStep``.
-        RuntimeError: See there.
+        ValueError: Settings of the exchange, or of groups, cannot work (``MuonStep``).
+        RuntimeError: Ranks disagree about parameters, or lack memory for the exchange.
 
     Communication: at construction see ``MuonStep``. Each step one flag over all ranks, the norm and
         zero count over the optimizers' gradient-statistics groups, and what Muon and Megatron-FSDP

@@ -46,6 +46,10 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
+_MEAN_OF_TWO = (
+    "loaded %s; Megatron prints the mean loss of the first two iterations in the second one, which "
+    "therefore differs from that of an uninterrupted run; weights and state do not"
+)
 # Entry of a state dict on load, like upstream's ``_model``, with a Comparison; absent on save.
 _COMPARISON = "_megatron_muon_comparison"
 # Names of experts contain their global index.
@@ -111,7 +115,10 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             functools.partial(_advice, checkpoint, args),
         )
         loads_schedule = getattr(args, "use_checkpoint_opt_param_scheduler", False)
-        return load_compared(load, sharded_state_dict, comparison, loads_schedule=loads_schedule)
+        result = load_compared(load, sharded_state_dict, comparison, loads_schedule=loads_schedule)
+        if args.log_interval == 1:
+            log_single_rank(logger, logging.INFO, _MEAN_OF_TWO, checkpoint.folder)
+        return result
 
     return _load_base_checkpoint
 

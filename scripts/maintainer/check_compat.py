@@ -242,7 +242,10 @@ def main() -> int:
             if options.megatron:
                 paths.insert(0, str(options.megatron.resolve()))
                 sys.path.insert(0, paths[0])
-            variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            # A checkout compiles its dataset helpers with python3 and python3-config of PATH.
+            tools = [str(Path(sys.executable).parent), f"{sys.base_prefix}/bin", os.environ["PATH"]]
+            search = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(tools)}
+            variables = {**os.environ, **search}
             environment = Environment(Path(sys.executable), Path(temporary), variables)
             installed = list(versions.installed_versions().values())
             results.append(check(installed, environment, options.steps))

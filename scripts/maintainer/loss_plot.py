@@ -17,7 +17,7 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 700, 40, 350
 
 
 def draw(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a picture of training losses (lines, thick: mean of 10) and validation losses (dots).
+    """Return a picture of training losses (thick: mean of 10) and validation losses (dots).
 
     Args:
         runs: The quickstart's ``results.json``; a loss that diverged is None, and left out.
@@ -50,7 +50,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> str:
         x = place(iteration, low)[0]
         parts.append(f'<text x="{x}" y="{BOTTOM + 20}" text-anchor="middle">{iteration}</text>')
     parts.append(f'<text x="{RIGHT}" y="{BOTTOM + 40}" text-anchor="end">iteration</text>')
-    title = "loss, nats per byte (line: training, mean of 10; dots: validation)"
+    title = "loss, nats per byte (thin: training; thick: its mean of 10; dots: validation)"
     parts += [f'<text x="{LEFT - 8}" y="{TOP - 18}">{title}</text>', "</g>"]
     for number, run in enumerate(runs):
         color = COLORS[run["optimizer"]]
@@ -59,7 +59,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> str:
             i: statistics.fmean(losses[j] for j in range(i - 9, i + 1) if j in losses)
             for i in losses
         }
-        parts += ['<g fill="none">', curve(losses, f'stroke="{color}" stroke-opacity="0.25"')]
+        parts += ['<g fill="none">', curve(losses, f'stroke="{color}" stroke-opacity="0.6"')]
         parts.append(curve(means, f'stroke="{color}" stroke-width="2"'))
         for iteration, loss in run["validation_losses"].items():
             x, y = place(int(iteration), loss)

@@ -7,8 +7,8 @@
 
 The second command goes on from the checkpoint of iteration 3, on any number of ranks. Without a
 GPU, ``scripts/cpu_ranks`` lets Bridge run on gloo ranks. ``OPTIONS`` such as
-``optimizer.muon_fsdp_comm_dtype=fp32`` or ``checkpoint.load_optim=False`` override the configuration
-as in Bridge's own scripts; ``--yaml`` writes it and reads it again.
+``optimizer.muon_fsdp_comm_dtype=fp32`` or ``checkpoint.load_optim=False`` override the
+configuration as in Bridge's own scripts; ``--yaml`` writes it and reads it again.
 """
 
 import argparse
@@ -25,9 +25,6 @@ if IS_ON_CPU:
 
     megatron_bridge.enable()
 
-# Before the model is built; it enables the patches.
-from megatron_muon.bridge import MuonOptimizerConfig  # isort: skip
-
 from megatron.bridge.models.gpt_provider import local_layer_spec
 from megatron.bridge.recipes.gpt.h100.vanilla_gpt import (
     vanilla_gpt_pretrain_1gpu_h100_bf16_config,
@@ -37,6 +34,9 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+# Its import enables the patches, which models are built with.
+from megatron_muon.bridge import MuonOptimizerConfig
 
 SEQUENCE, VOCABULARY = 32, 96
 
