@@ -8,7 +8,7 @@
 The second command goes on from the checkpoint of iteration 3, on any number of ranks. Without a
 GPU, ``scripts/cpu_ranks`` lets Bridge run on gloo ranks. ``OPTIONS`` such as
 ``optimizer.muon_fsdp_comm_dtype=fp32`` or ``checkpoint.load_optim=False`` override the
-configuration as in Bridge's own scripts; ``--yaml`` writes it and reads it again.
+configuration as in Bridge's own scripts.
 """
 
 import argparse
@@ -52,9 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--fp32", action="store_true")
     parser.add_argument("--iterations", type=int, default=6)
-    parser.add_argument("--yaml", help="file for the configuration")
     parser.add_argument("options", nargs="*", metavar="OPTIONS")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def set_model(model: Any, num_experts: int) -> None:
@@ -86,6 +85,7 @@ def config_of(options: argparse.Namespace) -> ConfigContainer:
     cfg.train.global_batch_size, cfg.train.micro_batch_size = 4, 1
     cfg.validation.eval_iters, cfg.validation.eval_interval = 0, 1000
     cfg.logger.log_interval, cfg.logger.tensorboard_dir = 1, None
+    cfg.model.pipeline_dtype = torch.float32 if options.fp32 else torch.bfloat16
     if options.fp32:
         cfg.mixed_precision = None
     precision = "32" if options.fp32 else "bf16-mixed"
@@ -109,17 +109,14 @@ def config_of(options: argparse.Namespace) -> ConfigContainer:
     return cfg
 
 
-def main() -> None:
-    """Train."""
+def train() -> None:
+    """Train by the command line."""
     options = parse()
     cfg = process_config_with_overrides(config_of(options), cli_overrides=options.options)
-    if options.yaml:
-        cfg.to_yaml(options.yaml)
-        cfg = ConfigContainer.from_yaml(options.yaml)
     pretrain(cfg, forward_step)
-    if IS_ON_CPU:
-        end_process(0)
 
 
 if __name__ == "__main__":
-    main()
+    train()
+    if IS_ON_CPU:
+        end_process(0)

@@ -16,7 +16,7 @@ import pytest
 from helpers.ranks import ROOT, run_ranks
 
 from megatron_muon.mcore import enable as enabling
-from megatron_muon.mcore import versions
+from megatron_muon.mcore import patching, versions
 from megatron_muon.mcore.patching import Patch, apply_all, exists, revert_all
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 
@@ -57,6 +57,38 @@ def test_apply_and_revert_restore_the_original(stub):
     assert stub.Holder.scale(3) == 7
     revert_all(patches)
     assert stub.scale is scale and stub.Holder.scale is scale
+
+
+def test_importers_get_the_replacement(stub, monkeypatch):
+    """A loop that had imported a function by name kept the original: saves of Bridge failed."""
+    importer = types.ModuleType("megatron.importer")
+    importer.scale, importer.times, importer.other = scale, scale, len
+    monkeypatch.setitem(sys.modules, "megatron.importer", importer)
+    patches = [_patch("scale")]
+    apply_all(patches)
+    assert importer.scale is importer.times is stub.scale and importer.other is len
+    # Whichever module is imported while the patch is applied loses it again, too.
+    late = types.ModuleType("megatron.late")
+    late.scale = stub.scale
+    monkeypatch.setitem(sys.modules, "megatron.late", late)
+    revert_all(patches)
+    assert importer.scale is importer.times is late.scale is stub.scale is scale
+
+
+def test_patch_waits_for_the_import_of_its_module(stub, monkeypatch):
+    """Megatron-Bridge may be imported after enable(), and is verified then."""
+    waiting = [_patch("scale"), dataclasses.replace(_patch("scale"), symbol="not_imported:scale")]
+    monkeypatch.setattr(patching, "PATCHED", patching.Patches(waiting=waiting))
+    patching.apply_to_imported()
+    patching.apply_to_imported()
+    assert stub.scale(3) == 7
+    assert (patching.PATCHED.applied, patching.PATCHED.waiting) == (waiting[:1], waiting[1:])
+    revert_all(waiting[:1])
+    wrong = _patch("scale", source_lines=("scaled = x + factor",))
+    monkeypatch.setattr(patching, "PATCHED", patching.Patches(waiting=[wrong]))
+    with pytest.raises(IncompatibleMegatronError, match="scaled = x . factor"):
+        patching.apply_to_imported()
+    assert stub.scale is scale
 
 
 def test_static_method_stays_one(stub):
@@ -251,6 +283,17 @@ def _enable_and_disable() -> None:
     enabling.disable()
     with mock.patch.object(arguments, "add_megatron_arguments", lambda parser: parser):
         assert "add_megatron_arguments" in refusal()
+    # A line of v2 refuses v2 alone.
+    problem = "v2: expected another line, found none."
+    with (
+        mock.patch("megatron_muon.mcore.enable.exists", lambda symbol: True),
+        mock.patch("megatron_muon.mcore.patches.LATER_PATCHES", ()),
+        mock.patch("megatron_muon.mcore.patches.V2_PATCHES", ()),
+        mock.patch("megatron_muon.mcore.relied_on.v2_problems", lambda: [problem]),
+    ):
+        enabling.enable()
+    assert enabling.is_enabled() and enabling.PATCHED.v2_problems == [problem]
+    enabling.disable()
 
 
 @pytest.mark.ranks
