@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -67,12 +68,13 @@ def read_model(path: Path) -> torch.nn.Module:
             "of a model with the same layers, or pass the shape by Megatron's flags."
         )
     try:
-        return build_model(transformers.AutoConfig.from_pretrained(file))
+        return build_model(transformers.AutoConfig.from_pretrained(file, trust_remote_code=False))
     # Any exception: each class of transformers refuses values in its own way.
     except Exception as error:
+        reason = shorten(f"{type(error).__name__}: {error}", 300).rstrip(".")
         raise ValueError(
             f"--hf {path}: expected a configuration that {source} builds on the meta device, got "
-            f"{kind}: {first_line(error)}. Correct it, or pass the shape by Megatron's flags."
+            f"{kind}: {reason}. Correct it, or pass the shape by Megatron's flags."
         ) from error
 
 
@@ -87,11 +89,14 @@ def build_model(config: Any) -> torch.nn.Module:  # noqa: ANN401 - a class of tr
     classes = [c for c in named if isinstance(config, getattr(c, "config_class", None) or ())]
     heads = [getattr(transformers, f"AutoModelFor{head}") for head in _HEADS]
     autos = [auto for auto in heads if type(config) in auto._model_mapping]
+    # Kernels of attention need not be installed here.
+    options = {"attn_implementation": "eager"}
     with torch.device("meta"):
         if classes:
-            model = classes[0]._from_config(config)
+            model = classes[0]._from_config(config, **options)
         else:
-            model = (autos or [transformers.AutoModel])[0].from_config(config)
+            auto = (autos or [transformers.AutoModel])[0]
+            model = auto.from_config(config, trust_remote_code=False, **options)
     model.tie_weights()
     return model
 

@@ -110,6 +110,7 @@ def _compare_all(cases: list[tuple[str, int]]) -> list[str]:
     return [line for case in cases for line in _compare_with_run(*case)]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_plan_is_that_of_a_run(tmp_path):
     """Line by line, of models as transformers builds them: names, blocks, regions, owners."""
@@ -177,6 +178,9 @@ LLAMA = {
         ({"model_type": "unheard_of", "auto_map": {"AutoModel": "modeling.Model"}}, "",
          "got unheard_of, whose code is in files of its own (auto_map). Write"),
         ({**LLAMA, "num_hidden_layers": "two"}, "", "on the meta device, got llama: "),
+        # Of a text of several lines: the reason is in a later one.
+        ({**LLAMA, "hidden_size": 4098}, "", "llama: StrictDataclassClassValidationError: Class "
+         "validation error for validator 'validate_architecture': ValueError: The hidden size"),
         ({}, "", ", got None. Write"),
         ([], "", "expected a config.json, got AttributeError"),
         (LLAMA, "--tp 2 --num-layers 4 --muon-split-glu",
@@ -278,9 +282,11 @@ def test_example_of_the_documents(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_command_needs_no_network_and_no_process_group(tmp_path):
+def test_command_needs_no_network_and_no_kernels(tmp_path):
     """As a user calls it; what Muon gets is on standard error, as in a run."""
-    config = {**LLAMA, "vocab_size": 96}
+    config = {**LLAMA, "vocab_size": 96, "attn_implementation": "flash_attention_2"}
+    # Code beside the weights is not run, and nobody is asked whether it may.
+    config["auto_map"] = {"AutoConfig": "somebody/code--config.Config"}
     command = (sys.executable, "-m", "megatron_muon.plan", "--hf", _write(tmp_path, config))
     done = run_command(*command, env={"HTTPS_PROXY": "http://localhost:1"})
     assert done.returncode == 0, done.stderr
