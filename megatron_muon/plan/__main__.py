@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report the plan of a job: ``python -m megatron_muon.plan --preset llama3-8b --dp 64``.
 
-``--hf config.json`` plans any model of transformers whose architecture is known.
-
-Needs no GPU, no process group and no torch.
+``--hf config.json`` plans a model of transformers under ``fully_shard``, and needs torch and
+transformers. Otherwise the job is one of Megatron-FSDP, and neither is imported. No plan needs a
+GPU or a process group.
 """
 
 import argparse
@@ -17,17 +17,19 @@ from typing import get_args
 
 from megatron_muon.newton_schulz import CHOICES
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.exchange_plan import staging_problem
+from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings, PlanSettings
-from megatron_muon.report.hf_config import read_config
 from megatron_muon.report.model_shape import PRESETS, ModelShape
 from megatron_muon.report.rank_report import Report, build_report, table
-from megatron_muon.report.simulation import Parallelism, Sharding, simulate, simulate_fsdp2
+from megatron_muon.report.simulation import Parallelism, Sharding, simulate
 from megatron_muon.report.summary import (
     Machine,
+    Memory,
+    Size,
     memory_under_fsdp2,
     memory_under_megatron_fsdp,
+    size_of_shape,
     summary,
 )
 from megatron_muon.report.timeline import draw
@@ -47,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_argument_group("model: a preset, a config.json, or Megatron's flags")
     named = source.add_mutually_exclusive_group()
     named.add_argument("--preset", choices=PRESETS)
-    named.add_argument("--hf", type=Path, metavar="CONFIG", help="config.json of transformers")
+    named.add_argument(
+        "--hf",
+        type=Path,
+        metavar="CONFIG",
+        help="config.json of transformers, or its folder: fully_shard and MuonAdamW.from_model",
+    )
     # Named as in Megatron-LM, so that the flags of a training script can be copied here.
     for field in dataclasses.fields(ModelShape):
         flag = "--" + field.name.replace("_", "-")
@@ -58,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     for flag in ("no-split-qkv", "split-glu", "split-mla", "split-qkv-per-head"):
         source.add_argument(f"--muon-{flag}", action="store_true")
     job = parser.add_argument_group("job")
-    job.add_argument(
-        "--fsdp2", action="store_true", help="fully_shard and MuonAdamW.from_model, not Megatron"
-    )
+    job.add_argument("--fsdp2", action="store_true", help="implied by --hf")
     job.add_argument(
         "--megatron-fsdp-main-grads-dtype",
         choices=("auto", "fp32"),
@@ -129,9 +134,10 @@ def _model(options: argparse.Namespace) -> ModelShape:
         for field in dataclasses.fields(ModelShape)
         if getattr(options, field.name) is not None
     }
-    if options.hf is not None:
-        shape = read_config(options.hf, is_fsdp2=options.fsdp2)
-        return dataclasses.replace(shape, **fields)
+    if options.fsdp2:
+        raise ValueError(
+            "--fsdp2: expected --hf, got a model of Megatron. Pass the model's config.json."
+        )
     if options.preset is not None:
         return dataclasses.replace(PRESETS[options.preset], **fields)
     if not fields:
@@ -165,10 +171,11 @@ def _machine(options: argparse.Namespace) -> Machine:
     return Machine(options.gpu_gb, options.model_tflops, options.tokens)
 
 
-def _refuse_with_fsdp2(options: argparse.Namespace) -> None:
-    """Refuse what changes nothing under FSDP2."""
+def _refuse_with_hf(options: argparse.Namespace) -> None:
+    """Refuse flags of Megatron, which change nothing under FSDP2."""
     parser = _parser()
-    ignored = ["tp", "ep", "etp", "pp", "hfsdp", "sharding", "muon_tp_mode"]
+    ignored = [field.name for field in dataclasses.fields(ModelShape)]
+    ignored += ["tp", "ep", "etp", "pp", "hfsdp", "sharding", "muon_tp_mode"]
     ignored += ["muon_no_split_qkv", "muon_split_glu", "muon_split_mla", "muon_split_qkv_per_head"]
     changed = [
         "--" + name.replace("_", "-")
@@ -177,24 +184,14 @@ def _refuse_with_fsdp2(options: argparse.Namespace) -> None:
     ]
     if changed:
         raise ValueError(
-            f"--fsdp2: expected --dp and --hsdp alone, got {', '.join(changed)}. Leave them out."
+            f"--hf: expected --dp and --hsdp alone, got {', '.join(changed)}. Leave them out, and "
+            "change the config.json for another shape; or pass --num-layers and other flags of "
+            "Megatron in place of --hf."
         )
 
 
-def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelism) -> Report:
-    splits = Splits(
-        qkv=not options.muon_no_split_qkv,
-        glu=options.muon_split_glu,
-        mla=options.muon_split_mla,
-        per_head=options.muon_split_qkv_per_head,
-    )
-    settings = _settings(options)
-    if options.fsdp2:
-        _refuse_with_fsdp2(options)
-        plans = simulate_fsdp2(model, parallel, settings)
-    else:
-        plans = simulate(model, parallel, settings, splits=splits)
-    report = build_report(range(parallel.stage_size), plans)
+def _report(options: argparse.Namespace, num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
+    report = build_report(range(num_ranks), plans)
     fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
     its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
     problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
@@ -203,15 +200,47 @@ def _report(options: argparse.Namespace, model: ModelShape, parallel: Parallelis
     return report
 
 
+def _under_megatron(
+    options: argparse.Namespace, parallel: Parallelism
+) -> tuple[Size, Report, Memory]:
+    """Plan a model of Megatron-LM."""
+    model = _model(options)
+    splits = Splits(
+        qkv=not options.muon_no_split_qkv,
+        glu=options.muon_split_glu,
+        mla=options.muon_split_mla,
+        per_head=options.muon_split_qkv_per_head,
+    )
+    plans = simulate(model, parallel, _settings(options), splits=splits)
+    report = _report(options, parallel.stage_size, plans)
+    has_fp32 = options.megatron_fsdp_main_grads_dtype == "fp32"
+    memory = memory_under_megatron_fsdp(model, parallel, report, has_fp32_gradients=has_fp32)
+    return size_of_shape(model), report, memory
+
+
+def _under_fsdp2(options: argparse.Namespace, parallel: Parallelism) -> tuple[Size, Report, Memory]:
+    """Plan a model of transformers."""
+    # Here, as they import torch.
+    from megatron_muon.fsdp2 import groups, preview
+
+    _refuse_with_hf(options)
+    model = preview.read_model(options.hf)
+    choices = groups.choose(model)
+    plans = preview.plan_choices(choices, parallel, _settings(options))
+    report = _report(options, parallel.dp, plans)
+    size, on_rank = preview.count(model, choices, parallel.dp // parallel.hsdp)
+    return size, report, memory_under_fsdp2(on_rank, report)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; exit with 2 and a message for invalid arguments."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        model, parallel = _model(options), _parallelism(options)
-        report = _report(options, model, parallel)
-        machine = _machine(options)
-        name = options.preset or (options.hf.stem if options.hf else "model")
+        parallel, machine = _parallelism(options), _machine(options)
+        plan = _under_megatron if options.hf is None else _under_fsdp2
+        size, report, memory = plan(options, parallel)
+        name = options.hf.name.removesuffix(".json") if options.hf else options.preset or "model"
         if options.svg is not None:
             slowest = max(report.ranks, key=lambda rank: rank.step_ns)
             title = f"{name}, the slowest of {len(report.ranks)} GPUs: estimated step of Muon"
@@ -223,15 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         json.dump(figures, sys.stdout)
         sys.stdout.write("\n")
     else:
-        is_fsdp2 = options.fsdp2
-        if is_fsdp2:
-            memory = memory_under_fsdp2(model, parallel.dp // parallel.hsdp, report)
-        else:
-            has_fp32 = options.megatron_fsdp_main_grads_dtype == "fp32"
-            memory = memory_under_megatron_fsdp(
-                model, parallel, report, has_fp32_gradients=has_fp32
-            )
-        lines = [*summary(name, model, parallel, report, memory, machine, is_fsdp2=is_fsdp2)]
+        num_ranks = parallel.stage_size * parallel.pp
+        lines = [*summary(name, size, num_ranks, report, memory, machine)]
         lines += table(report) if options.ranks else []
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0

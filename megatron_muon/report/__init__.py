@@ -8,8 +8,7 @@ Files, each importing only those above it::
 
     timeline     the step of one rank on its GPU and links, and a picture
     rank_report  numbers of every rank, and their table
-    model_shape  the matrices of a transformer, by layer, and published shapes
-    hf_config    shapes from the config.json of transformers
-    simulation   plans of all domains of a job, from the shape of a model
+    model_shape  the matrices of a transformer of Megatron-LM, by layer, and published shapes
+    simulation   plans of all domains of a job, under Megatron from the shape of a model
     summary      memory and time beside AdamW, and what limits a step
 """

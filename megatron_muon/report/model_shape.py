@@ -13,8 +13,8 @@ class Parameter(NamedTuple):
     """A parameter of a layer, whole over tensor parallelism.
 
     Args:
-        name: Within the layer, as Megatron-LM or transformers names it.
-        shape: One or two dimensions; three for a batch of experts.
+        name: Within the layer.
+        shape: One or two dimensions.
         partition_dim: Dimension that tensor parallelism shards; None for copies on all ranks.
         split: Rows of one group by block, such as query, key and value; None for one block.
         head_rows: Rows of a head, if every head is a block on one tensor-parallel rank; 0 where
@@ -158,37 +158,6 @@ class ModelShape:
             for linear in (fc1, fc2)
             for expert in range(num_local_experts)
         ]
-
-    def parameters_in_transformers(self, layer: int) -> list[Parameter]:
-        """List the matrices of a layer as transformers stores them, nothing fused but experts."""
-        hidden = self.hidden_size
-        channels = self.kv_channels or hidden // self.num_attention_heads
-        query, key_value = (
-            heads * channels for heads in (self.num_attention_heads, self.num_query_groups)
-        )
-        shapes = {"q_proj": (query, hidden), "k_proj": (key_value, hidden)}
-        shapes |= {"v_proj": (key_value, hidden), "o_proj": (hidden, query)}
-        if self.q_lora_rank:
-            names = ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-            latent = [each for each in self._latent_attention(Splits()) if len(each.shape) == 2]
-            shapes = {
-                name: (each.shape[0], each.shape[1])
-                for name, each in zip(names, latent, strict=True)
-            }
-        width = self.moe_shared_expert_intermediate_size
-        if not self.is_moe(layer):
-            width = self.ffn_hidden_size
-        if width:
-            shapes |= {"gate_proj": (width, hidden), "up_proj": (width, hidden)}
-            shapes["down_proj"] = (hidden, width)
-        parameters = [Parameter(name, shape) for name, shape in shapes.items()]
-        if self.is_moe(layer):
-            num, width = self.num_experts, self.moe_ffn_hidden_size
-            parameters += [
-                Parameter("experts.gate_up_proj", (num, 2 * width, hidden), is_gated=True),
-                Parameter("experts.down_proj", (num, hidden, width)),
-            ]
-        return parameters
 
     def _feed_forward(self, name: str, width: int, splits: Splits) -> list[Parameter]:
         # SwiGLU fuses gate and up.

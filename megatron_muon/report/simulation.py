@@ -129,57 +129,10 @@ def simulate(
         for rank_grid in _rank_grids(parallel, is_expert) if any(parameters) else ():
             for replicas, matrix in _matrices(parameters, rank_grid, parallel, is_expert=is_expert):
                 matrices[replicas].append(matrix)
-    return _plan_all(parallel.stage_size, matrices, settings or PlanSettings())
+    return plan_all(parallel.stage_size, matrices, settings or PlanSettings())
 
 
-def simulate_fsdp2(
-    model: ModelShape, parallel: Parallelism, settings: PlanSettings | None = None
-) -> list[ExchangePlan]:
-    """Plan a model of transformers that ``fully_shard`` shards over ``dp`` ranks.
-
-    As in a run, ``hsdp`` ranks hold the same rows, and a rank keeps experts that are whole there.
-
-    Gate and up of experts are two matrices, as ``MuonAdamW.from_model()`` splits them.
-    """
-    num_shards = parallel.dp // parallel.hsdp
-    replicas = [tuple(range(shard, parallel.dp, num_shards)) for shard in range(num_shards)]
-    matrices: dict[Replicas, list[MatrixLayout]] = defaultdict(list)
-    for layer in range(model.num_layers):
-        for parameter in model.parameters_in_transformers(layer):
-            name = f"layers.{layer}.{parameter.name}"
-            for domain, layout in _matrices_of_fsdp2(name, parameter, replicas):
-                matrices[domain].append(layout)
-    return _plan_all(parallel.dp, matrices, settings or PlanSettings())
-
-
-def _matrices_of_fsdp2(
-    name: str, parameter: Parameter, replicas: Sequence[Ranks]
-) -> Iterator[tuple[Replicas, MatrixLayout]]:
-    """Yield the matrices of a parameter that is sharded along its first dimension."""
-    *batch, rows, cols = parameter.shape
-    # As torch.chunk: the last shards may be smaller, or empty.
-    size = -(-parameter.shape[0] // len(replicas))
-    is_even = parameter.shape[0] % len(replicas) == 0
-    borders = (0, rows // 2, rows) if parameter.is_gated else (0, rows)
-    for number in range(batch[0] if batch else 1):
-        domain, boxes = tuple(replicas), dict[int, Box]()
-        for shard, ranks in enumerate(replicas):
-            held = (min(rows, shard * size), min(rows, (shard + 1) * size))
-            if batch:
-                held = (0, rows if number // size == shard else 0)
-            boxes |= dict.fromkeys(ranks, (held, (0, cols)))
-        if batch and is_even:
-            # Its ranks plan their own experts.
-            domain = (replicas[number // size],)
-        ranks = tuple(sorted(itertools.chain(*domain)))
-        for first, last in itertools.pairwise(borders):
-            full_name = name + f"[{number}]" * bool(batch)
-            full_name += f" rows {first} to {last - 1}" * parameter.is_gated
-            tiling = tile((rows, cols), OutputSlice(RowRange(first, last)), boxes)
-            yield domain, MatrixLayout(full_name, *tiling, ranks)
-
-
-def _plan_all(
+def plan_all(
     world_size: int, matrices: Mapping[Replicas, Sequence[MatrixLayout]], settings: PlanSettings
 ) -> list[ExchangePlan]:
     """Plan small domains first, and others on top of them, as the ranks of a run do."""

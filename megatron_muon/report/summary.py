@@ -33,7 +33,7 @@ class Elements(NamedTuple):
 
     Args:
         muon: Matrices of Muon.
-        adamw: Embeddings, output layer and vectors; under FSDP2 routers too.
+        adamw: All others: embeddings, output layer, vectors, under FSDP2 routers too.
     """
 
     muon: int
@@ -59,52 +59,55 @@ class Memory(NamedTuple):
     adamw_step: int
 
 
-def count_elements(
-    parameters: Iterable[Parameter],
-    tensor_ranks: int = 1,
-    *,
-    num_shards: int = 1,
-    is_fsdp2: bool = False,
-) -> Elements:
-    """Count the elements of parameters that one rank has.
+class Size(NamedTuple):
+    """Parameters of a model.
 
     Args:
-        parameters: The parameters.
-        tensor_ranks: Tensor-parallel ranks.
-        num_shards: Shards along the first dimension, all as large as the largest.
-        is_fsdp2: Whether AdamW steps routers.
+        total: All of them.
+        muon: In matrices of Muon.
+        active: That multiply a token: the output layer and chosen experts included.
+        has_embeddings: Whether embeddings count.
     """
+
+    total: int
+    muon: int
+    active: int
+    has_embeddings: bool = True
+
+
+def _count(parameters: Iterable[Parameter], tensor_ranks: int = 1) -> Elements:
+    """Count the elements of parameters that one tensor-parallel rank has."""
     counts = [0, 0]
     for each in parameters:
-        size = -(-each.shape[0] // num_shards) * math.prod(each.shape[1:])
+        size = math.prod(each.shape)
         if each.partition_dim is not None:
             size //= tensor_ranks
-        is_router = each.name.endswith("router.weight")
-        counts[len(each.shape) == 1 or (is_fsdp2 and is_router)] += size
+        counts[len(each.shape) == 1] += size
     return Elements(*counts)
 
 
-def count_layers(
-    model: ModelShape, parallel: Parallelism, *, is_fsdp2: bool = False
-) -> tuple[Elements, Elements]:
+def count_layers(model: ModelShape, parallel: Parallelism) -> tuple[Elements, Elements]:
     """Count dense parameters and experts of a tensor-parallel rank of the first stage."""
     splits, layers = Splits(), range(-(-model.num_layers // parallel.pp))
     num_experts = model.num_experts // parallel.ep
     dense = [p for layer in layers for p in model.dense_parameters(layer, splits)]
     experts = [p for layer in layers for p in model.expert_parameters(layer, num_experts, splits)]
-    return (
-        count_elements(dense, parallel.tp, is_fsdp2=is_fsdp2),
-        count_elements(experts, parallel.expert_tp),
-    )
+    return _count(dense, parallel.tp), _count(experts, parallel.expert_tp)
 
 
-def active_elements(model: ModelShape) -> int:
-    """Count the weights that multiply a token: the output layer and chosen experts included."""
-    splits, total = Splits(), model.head_elements
+def size_of_shape(model: ModelShape) -> Size:
+    """Count the parameters of a decoder of Megatron-LM."""
+    active = model.head_elements
     for layer in range(model.num_layers):
-        experts = model.expert_parameters(layer, model.moe_router_topk, splits)
-        total += sum(count_elements(model.dense_parameters(layer, splits) + experts))
-    return total
+        experts = model.expert_parameters(layer, model.moe_router_topk, Splits())
+        active += sum(_count(model.dense_parameters(layer, Splits()) + experts))
+    layers = count_layers(model, Parallelism(1))
+    return Size(
+        sum(map(sum, layers)) + model.embedding_elements,
+        sum(each.muon for each in layers),
+        active,
+        model.vocab_size > 0,
+    )
 
 
 def memory_under_megatron_fsdp(
@@ -140,19 +143,9 @@ def memory_under_megatron_fsdp(
     return Memory(**num_bytes)
 
 
-def memory_under_fsdp2(model: ModelShape, num_shards: int, report: Report) -> Memory:
-    """Add up the memory of the fullest rank; weights and gradients are float32.
-
-    Whole experts cannot be cut: a rank may have one of few, and others none.
-    """
-    layers = range(model.num_layers)
-    matrices = [p for layer in layers for p in model.parameters_in_transformers(layer)]
-    dense = [p for layer in layers for p in model.dense_parameters(layer, Splits())]
-    others = [p for p in dense if len(p.shape) == 1 or p.name.endswith("router.weight")]
-    embedding = Parameter("embedding", (model.vocab_size, model.hidden_size))
-    others += [embedding] * (2 if model.untie_embeddings_and_output_weights else 1)
-    muon = count_elements(matrices, num_shards=num_shards).muon
-    adamw = sum(count_elements(others, num_shards=num_shards))
+def memory_under_fsdp2(elements: Elements, report: Report) -> Memory:
+    """Add up the memory of a rank with these elements; weights and gradients are float32."""
+    muon, adamw = elements
     return Memory(
         model=2 * _FP32 * (muon + adamw),
         muon=_FP32 * (muon + 2 * adamw),
@@ -163,24 +156,13 @@ def memory_under_fsdp2(model: ModelShape, num_shards: int, report: Report) -> Me
 
 
 def summary(
-    name: str,
-    model: ModelShape,
-    parallel: Parallelism,
-    report: Report,
-    memory: Memory,
-    machine: Machine,
-    *,
-    is_fsdp2: bool,
+    name: str, size: Size, num_ranks: int, report: Report, memory: Memory, machine: Machine
 ) -> Iterator[str]:
     """Yield the lines that answer: does it fit, how long is a step, and what limits it."""
-    dense, experts = count_layers(model, Parallelism(1), is_fsdp2=is_fsdp2)
-    num_ranks = parallel.stage_size * parallel.pp
-    muon = dense.muon + experts.muon
-    total = sum(dense) + sum(experts) + model.embedding_elements
-    without = "" if model.vocab_size else ", without embeddings (no --vocab-size)"
+    without = "" if size.has_embeddings else ", without embeddings (no --vocab-size)"
     yield (
-        f"{name}: {total / 1e9:,.1f} B parameters{without}, {muon / 1e9:,.1f} B of them in "
-        f"matrices of Muon, on {num_ranks} GPUs"
+        f"{name}: {size.total / 1e9:,.1f} B parameters{without}, {size.muon / 1e9:,.1f} B of them "
+        f"in matrices of Muon, on {num_ranks} GPUs"
     )
     yield (
         f"memory, GB a GPU: weights and gradients {memory.model / 1e9:.1f}, states "
@@ -207,7 +189,7 @@ def summary(
         f"{slowest.newton_schulz_ns / 1e6:.1f} ms and waits for messages "
         f"{(slowest.step_ns - slowest.newton_schulz_ns) / 1e6:.1f} ms"
     )
-    iteration_s = 6 * active_elements(model) * machine.tokens
+    iteration_s = 6 * size.active * machine.tokens
     iteration_s /= num_ranks * machine.model_tflops * 1e12
     share = report.step_ns / (iteration_s * 1e9 + report.step_ns)
     yield (

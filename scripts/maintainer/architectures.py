@@ -4,21 +4,27 @@
 
     python scripts/maintainer/architectures.py              # from the record in tests/
     python scripts/maintainer/architectures.py --record     # from transformers, on meta devices
+    python scripts/maintainer/architectures.py --plan       # plans of its causal models
 
 The record has names, shapes, classes and what modules say of themselves, so that continuous
 integration applies the rule to them without transformers. It holds one layer of each kind.
 """
 
 import argparse
+import io
 import json
 import logging
 import re
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_muon.fsdp2.groups import choose
+from megatron_muon.fsdp2.preview import build_model
+from megatron_muon.plan.__main__ import main as plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/unit_tests/repository/architectures.json"
@@ -42,8 +48,8 @@ _KINDS = re.compile("Embed|Expert|Router|Norm")
 _SAYS = re.compile(r"(num|n|kv)_\w*(heads?|experts)|nx|nf|is_\w+ed|multi_query|weight_[gv]")
 
 
-def build(model_type: str, changes: dict[str, Any]) -> torch.nn.Module:
-    """Build a model of transformers with its default configuration and six layers, on meta."""
+def shortened(model_type: str, changes: dict[str, Any]) -> Any:
+    """Return the default configuration of a model of transformers, with six layers."""
     import transformers  # type: ignore[import-not-found, unused-ignore]
 
     config = transformers.AutoConfig.for_model(model_type)
@@ -54,14 +60,37 @@ def build(model_type: str, changes: dict[str, Any]) -> torch.nn.Module:
                 setattr(part, name, changes.get(name, min(6, getattr(part, name))))
         if isinstance(vars(part).get("layer_types"), list):
             part.layer_types = part.layer_types[:6]
-    heads = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "CTC")
-    for auto in (getattr(transformers, f"AutoModelFor{head}") for head in heads):
-        if type(config) in auto._model_mapping:
-            with torch.device("meta"):
-                model = auto.from_config(config)
-            model.tie_weights()
-            return model
-    raise ValueError(f"{model_type}: expected a class with a head, got none")
+    return config
+
+
+def build(model_type: str, changes: dict[str, Any]) -> torch.nn.Module:
+    """Build a model of transformers with its default configuration and six layers, on meta."""
+    return build_model(shortened(model_type, changes))
+
+
+def plan_all() -> None:
+    """Print what ``plan --hf`` makes of each causal language model of transformers."""
+    import transformers
+
+    configs = {c.model_type: c for c in transformers.AutoModelForCausalLM._model_mapping}
+    num_planned = 0
+    for model_type, config_class in sorted(configs.items()):
+        text, error = io.StringIO(), io.StringIO()
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(text), redirect_stderr(error):
+            try:
+                # As published files have them: the defaults of the class.
+                config = {"model_type": model_type, **config_class().to_diff_dict()}
+                (Path(folder) / "config.json").write_text(json.dumps(config, default=str))
+                plan(["--hf", folder, "--dp", "8"])
+            except SystemExit:
+                pass
+            except Exception as problem:
+                error.write(f"{type(problem).__name__}: {problem}")
+        first = text.getvalue().partition("\n")[0].partition(": ")[2]
+        num_planned += bool(first)
+        reason = error.getvalue().strip().rpartition("\n")[2].partition(", got ")[2]
+        print(f"| {model_type} | {first or reason or error.getvalue().strip()} |", flush=True)
+    print(f"{num_planned} of {len(configs)} are planned")
 
 
 def record(model: torch.nn.Module) -> dict[str, Any]:
@@ -198,8 +227,12 @@ def main() -> None:
     """Record the architectures if asked to, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="needs transformers")
+    parser.add_argument("--plan", action="store_true", help="needs transformers")
     logging.disable(logging.WARNING)
-    if parser.parse_args().record:
+    options = parser.parse_args()
+    if options.plan:
+        return plan_all()
+    if options.record:
         found = {}
         for model_type, changes in ARCHITECTURES.items():
             found[model_type] = record(build(model_type, changes))

@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[str, str]] = {
     "runtime": ("newton_schulz plan", "torch"),
     "rows": ("plan runtime", "torch"),
     "step": ("newton_schulz plan report runtime rows", "torch"),
-    "fsdp2": ("newton_schulz plan runtime rows step", "torch"),
+    "fsdp2": ("newton_schulz plan report runtime rows step", "torch"),
     "checkpoint": ("", "torch"),
     "mcore": ("user_errors newton_schulz plan runtime rows step checkpoint", "torch megatron"),
     "bridge": ("mcore", "torch megatron"),
@@ -37,11 +37,11 @@ LAYERS: dict[str, tuple[str, str]] = {
     "__init__": ("plan mcore", ""),
     "__main__": ("launcher", ""),
 }
-_REPORTS = ("hf_config", "model_shape", "rank_report", "simulation", "summary", "timeline")
+_REPORTS = ("model_shape", "rank_report", "simulation", "summary", "timeline")
 # A command has the name of what users ask for, and may import anything.
 EXCEPTIONS = {
     ("plan/__main__.py", f"megatron_muon.{name}")
-    for name in ("user_errors", *(f"report.{n}" for n in _REPORTS))
+    for name in ("user_errors", "fsdp2.groups", "fsdp2.preview", *(f"report.{n}" for n in _REPORTS))
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {

@@ -1,10 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of transformers, sharded over two ranks, against whole matrices.
-
-Needs transformers, which the lock does not have: ``PYTHONPATH=FOLDER bash scripts/test.sh
-tests/unit_tests/fsdp2/test_transformers.py``, with its installation in the folder.
-"""
+"""Small models of transformers, sharded over two ranks, against whole matrices."""
 
 import copy
 import re
