@@ -7,6 +7,7 @@ repaired there.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,37 +37,14 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     Communication: see ``find_together()`` and ``rename_and_compare()``.
     """
 
-    def load_fsdp_dtensor_checkpoint(
-        load_dir: str,
-        ckpt_cfg: Any,
-        rank0: bool,
-        sharded_state_dict: dict[str, Any] | None,
-        iteration: int | None,
-        release: bool = False,
-        checkpoint_path_override: str | None = None,
-        checkpointing_context: Any = None,
-        cfg: Any = None,
-    ) -> Any:
-        load = functools.partial(
-            original,
-            load_dir,
-            ckpt_cfg,
-            rank0,
-            sharded_state_dict,
-            iteration,
-            release,
-            checkpoint_path_override,
-            checkpointing_context,
-            cfg,
-        )
-        if rank0 or sharded_state_dict is None:
+    def load_fsdp_dtensor_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        load = functools.partial(original, *args, **kwargs)
+        call = _arguments(original, args, kwargs)
+        if call["rank0"] or call["sharded_state_dict"] is None:
             return load()
-        checkpoint = find_together(
-            lambda: _locate(load_dir, iteration, release, checkpoint_path_override),
-            checks_files=True,
-        )
+        checkpoint = find_together(lambda: _locate(call), checks_files=True)
         assert checkpoint is not None
-        is_strict = getattr(ckpt_cfg, "strict_fsdp_dtensor_load", False)
+        is_strict = getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)
         comparison = Comparison(
             checkpoint,
             ("model", "optimizer") if is_strict else ("optimizer",),
@@ -77,20 +55,34 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             ),
         )
         # Other trainers pass a model's configuration, or none.
-        scheduler = getattr(cfg, "scheduler", None)
+        scheduler = getattr(call["cfg"], "scheduler", None)
         loads_schedule = getattr(scheduler, "use_checkpoint_opt_param_scheduler", False)
-        return load_compared(load, sharded_state_dict, comparison, loads_schedule=loads_schedule)
+        return load_compared(
+            load, call["sharded_state_dict"], comparison, loads_schedule=loads_schedule
+        )
 
     return load_fsdp_dtensor_checkpoint
 
 
-def _locate(
-    load_dir: str, iteration: int | None, release: bool, folder: str | None
-) -> StoredCheckpoint:
-    """Read the checkpoint that Bridge is about to load."""
+def _arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, with defaults."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _locate(call: Mapping[str, Any]) -> StoredCheckpoint:
+    """Read the checkpoint that ``load_fsdp_dtensor_checkpoint`` is about to load."""
     from megatron.bridge.training.checkpointing import get_checkpoint_name
 
-    path = Path(folder or get_checkpoint_name(load_dir, iteration, release))
+    folder, release, iteration = (
+        call["checkpoint_path_override"],
+        call["release"],
+        call["iteration"],
+    )
+    path = Path(folder or get_checkpoint_name(call["load_dir"], iteration, release))
     if folder is None and not release:
         path = find_checkpoint(path.parent, iteration)
     return read_once(path, (path / METADATA).stat().st_mtime_ns)
@@ -133,33 +125,15 @@ def check_before_training(original: Callable[..., Any]) -> Callable[..., Any]:
         SettingsError: With all settings that cannot work.
     """
 
-    def train(
-        forward_step_func: Any,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        train_data_iterator: Any,
-        valid_data_iterator: Any,
-        global_state: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def train(*args: Any, **kwargs: Any) -> Any:
+        call = _arguments(original, args, kwargs)
+        optimizer, state = call["optimizer"], call["global_state"]
         if isinstance(optimizer, FSDPMuonChainedOptimizer):
-            cfg = global_state.cfg
-            raise_where_refused(cfg.optimizer.optimizer, unsupported_settings(_settings(cfg)))
+            name = state.cfg.optimizer.optimizer
+            raise_where_refused(name, unsupported_settings(_settings(state.cfg)))
             if optimizer.metrics_log is not None:
-                optimizer.metrics_log.run = functools.partial(_run, global_state)
-        return original(
-            forward_step_func,
-            model,
-            optimizer,
-            scheduler,
-            train_data_iterator,
-            valid_data_iterator,
-            global_state,
-            *args,
-            **kwargs,
-        )
+                optimizer.metrics_log.run = functools.partial(_run, state)
+        return original(*args, **kwargs)
 
     return train
 

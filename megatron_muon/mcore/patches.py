@@ -288,7 +288,7 @@ BRIDGE_PATCHES: tuple[Patch, ...] = (
         f"{_BRIDGE}.train:train",
         "Bridge: refuse settings of checkpoints that cannot work, and write metrics",
         bridge_trainer.check_before_training,
-        source_lines=("global_state: GlobalState,",),
+        source_lines=("optimizer: MegatronOptimizer,", "global_state: GlobalState,"),
     ),
 )
 
