@@ -23,6 +23,9 @@ from torch.optim.optimizer import ParamsT
 from megatron_muon.fsdp2.groups import parameter_groups
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
 
+# Arguments of MuonAdamW that are AdamW's and Lion's.
+_OF_ELEMENTWISE = ("betas", "eps", "foreach", "fused")
+
 
 class from_parameters(MuonAdamW):
     """Build ``MuonAdamW`` from parameters alone, with the choices of ``MuonAdamW.from_model()``.
@@ -34,7 +37,8 @@ class from_parameters(MuonAdamW):
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. Groups are divided by
-            algorithm; their other keys, such as ``weight_decay``, come before other options.
+            algorithm; their other keys, such as ``weight_decay``, come before other options, and
+            ``betas``, ``eps``, ``foreach`` and ``fused`` are AdamW's.
         lr: Learning rate.
         options: Other arguments of ``MuonAdamW.from_model()``.
 
@@ -65,10 +69,12 @@ class from_parameters(MuonAdamW):
         divided = []
         for group in groups:
             tensors = set(group["params"])
+            of_muon = {key: group[key] for key in group if key not in _OF_ELEMENTWISE}
             for algorithm, part in zip(optimizer.algorithms, optimizer.param_groups, strict=True):
                 named = zip(part["param_names"], part["params"], strict=True)
                 if kept := [(name, param) for name, param in named if param in tensors]:
-                    divided.append({**part, "algorithm": algorithm, **group, "params": kept})
+                    own = of_muon if algorithm == "muon" else group
+                    divided.append({**part, "algorithm": algorithm, **own, "params": kept})
         # Muon's first, as from_model has them.
         divided.sort(key=lambda part: part["algorithm"] != "muon")
         of_choice = inspect.signature(parameter_groups).parameters

@@ -33,7 +33,10 @@ CALLS = {
     ),
     "prime-rl": lambda model: from_parameters(list(model.named_parameters()), **COMMON),
     "torchtitan": lambda model: from_parameters(
-        [{"params": [pair], **COMMON} for pair in model.named_parameters()]
+        [
+            {"params": [pair], **COMMON, "fused": False, "betas": [0.8, 0.9]}
+            for pair in model.named_parameters()
+        ]
     ),
     "names": lambda model: from_parameters(model.named_parameters(), **COMMON),
     "filter": lambda model: from_parameters(
@@ -50,6 +53,7 @@ CALLS = {
 OPTIONS = {
     "verl": {"momentum": 0.9},
     "NeMo-RL": {"betas": [0.9, 0.95], "eps": 1e-6, "foreach": False, "fused": False},
+    "torchtitan": {"fused": False, "betas": [0.8, 0.9]},
     "choice": {"flatten": True, "elementwise_options": {"lr": 0.3}},
 }
 
@@ -79,6 +83,7 @@ def _train_both():
                 optimizer.step()
         for first, second in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(local(first), local(second)), name
+        assert all("betas" not in group for group in ours.muon.param_groups)
         if name != "torchtitan":
             assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"], name
 
