@@ -19,7 +19,7 @@ Files, each importing only those above it::
     fused        layout of a matrix, from its module
     groups       the parameters of a model, sorted by evidence
     muon_adamw   Muon, AdamW and Lion in one optimizer
-    from_parameters  it, from the parameters of a model alone
+    from_parameters  MuonAdamW, from parameters alone
 """
 
 from megatron_muon.step.dependencies import missing_symbols
