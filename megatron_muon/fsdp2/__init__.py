@@ -20,6 +20,7 @@ Files, each importing only those above it::
     groups       the parameters of a model, sorted by evidence
     preview      plans of a model of transformers that does not run
     muon_adamw   Muon, AdamW and Lion in one optimizer
+    from_parameters  MuonAdamW, from parameters alone
 """
 
 from megatron_muon.step.dependencies import missing_symbols
@@ -28,10 +29,18 @@ from megatron_muon.step.dependencies import missing_symbols
 if _missing := missing_symbols():
     raise ImportError("megatron_muon.fsdp2 cannot be imported:\n  " + "\n  ".join(_missing))
 
+from megatron_muon.fsdp2.from_parameters import from_parameters
 from megatron_muon.fsdp2.groups import parameter_groups
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
 from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 
-__all__ = ["ExchangeSettings", "Muon", "MuonAdamW", "StackMethod", "parameter_groups"]
+__all__ = [
+    "ExchangeSettings",
+    "Muon",
+    "MuonAdamW",
+    "StackMethod",
+    "from_parameters",
+    "parameter_groups",
+]

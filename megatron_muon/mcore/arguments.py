@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megatron_muon.mcore.options import MuonOptions
+from megatron_muon.mcore.patching import PATCHED
 from megatron_muon.mcore.unsupported import (
     BUILT_OPTIMIZERS,
     FSDP_UNSUPPORTED,
@@ -18,6 +19,7 @@ from megatron_muon.mcore.unsupported import (
     raise_where_refused,
     unsupported_settings,
 )
+from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings
 from megatron_muon.user_errors import SettingsError, in_flags
@@ -105,7 +107,10 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     Raises:
         SettingsError: With all settings that cannot work.
+        IncompatibleMegatronError: Version 2 of Megatron-FSDP differs from the tested ones.
     """
+    if getattr(args, "megatron_fsdp_version", 1) == 2 and PATCHED.v2_problems:
+        raise IncompatibleMegatronError(PATCHED.v2_problems)
     is_ours = args.use_megatron_fsdp and args.optimizer in MUON_OPTIMIZERS
     if getattr(args, "muon_fsdp_log_metrics", False) and not is_ours:
         raise SettingsError(

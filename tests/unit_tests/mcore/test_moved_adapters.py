@@ -7,6 +7,7 @@ is changed like that: ``mcore_adapter_v1`` and ``mcore_adapter_v2`` hold the cla
 ``mcore_fsdp_adapter`` is left with what chooses between them.
 """
 
+import argparse
 import ast
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 from helpers.ranks import ROOT, run_ranks
 from helpers.toy_gpt import needs_flags, v2_toy_gpt
 
-from megatron_muon import IncompatibleMegatronError, enable, is_enabled
+from megatron_muon import IncompatibleMegatronError, enable
 
 INSTALLED = Path(megatron.core.__file__).parents[1]
 V1, V2 = "mcore_adapter_v1", "mcore_adapter_v2"
@@ -115,26 +116,32 @@ def test_wrappers_are_repaired_in_the_modules_of_nightly(tree):
     run_in(tree, "-c", MOVED)
 
 
-def _enable_without_targets_of_v2() -> str:
+ADAM = {"use_megatron_fsdp": True, "optimizer": "adam"}
+
+
+def _v2_without_its_targets() -> list[str]:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
+    from megatron_muon.mcore import arguments
+
     DistributedDataParallelConfig.megatron_fsdp_version = 1
     vars(mcore_fsdp_adapter).pop("FullyShardedDataParallelV2", None)
+    enable()
+    # Version 1 is as it was.
+    arguments.check_arguments(argparse.Namespace(**ADAM))
     with pytest.raises(IncompatibleMegatronError) as caught:
-        enable()
-    assert not is_enabled()
-    return str(caught.value)
+        arguments.check_arguments(argparse.Namespace(**ADAM, megatron_fsdp_version=2))
+    return list(caught.value.problems)
 
 
 @pytest.mark.ranks
 def test_release_with_v2_whose_targets_are_elsewhere_is_refused():
-    """With the flag ``--megatron-fsdp-version`` a repair that finds no place is an error."""
-    (text,) = run_ranks(1, _enable_without_targets_of_v2).check().results
+    """A repair of v2 that finds no place refuses v2; it refused users of v1, too."""
+    (problems,) = run_ranks(1, _v2_without_its_targets).check().results
     for name in ("__init__", "_validate_config"):
         symbol = f"mcore_fsdp_adapter:FullyShardedDataParallelV2.{name}"
-        assert f"{symbol}: expected it to exist, found AttributeError" in text
-    assert "nothing was changed" in text
+        assert f"{symbol}: expected it to exist, found AttributeError" in "".join(problems)
 
 
 OWN_NORM = """

@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``MuonAdamW`` for trainers that call ``optimizer(model.parameters(), lr=..., ...)``.
+
+``MuonAdamW.from_model`` chooses by names and modules, which are found again::
+
+    model.parameters(), or a generator expression over it    the module of the running generator
+    lists, other iterators, pairs with names, groups         modules that have the parameters
+
+Python's garbage collector knows all modules. The outermost ones count: a part of a model has no
+names of the layers around it.
+"""
+
+import gc
+import inspect
+from collections.abc import Sequence
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from megatron_muon.fsdp2.groups import parameter_groups
+from megatron_muon.fsdp2.muon_adamw import MuonAdamW
+
+# Arguments of MuonAdamW that are AdamW's and Lion's.
+_OF_ELEMENTWISE = ("betas", "eps", "foreach", "fused")
+
+
+class from_parameters(MuonAdamW):
+    """Build ``MuonAdamW`` from parameters alone, with the choices of ``MuonAdamW.from_model()``.
+
+    It is for configurations that name an optimizer, by ``megatron_muon.fsdp2.from_parameters``.
+    Parameters are refused if no module has them, or if it is open which module's names count.
+    Frozen parameters are left out. It is a class because Hydra's ``get_class`` and the ``Trainer``
+    of transformers call nothing else so; its objects are of ``MuonAdamW``.
+
+    Args:
+        params: Parameters, pairs of name and parameter, or groups of either. Groups are divided by
+            algorithm; their other keys, such as ``weight_decay``, come before other options, and
+            ``betas``, ``eps``, ``foreach`` and ``fused`` are AdamW's.
+        lr: Learning rate.
+        options: Other arguments of ``MuonAdamW.from_model()``.
+
+    Raises:
+        TypeError: An unknown argument.
+        ValueError: No parameter is trainable, no module has one, or several outermost modules do.
+
+    Memory: except for generators over ``parameters()``, a list of all of Python's objects, during
+        one garbage collection and one search.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: ParamsT,
+        lr: float = 3e-4,
+        **options: Any,  # noqa: ANN401 - of from_model, by name
+    ) -> MuonAdamW:
+        """Build a ``MuonAdamW``."""
+        running = _running_module(params)
+        # torch checks the parameters, and makes groups of them.
+        groups = torch.optim.Optimizer(params, {}).param_groups
+        wanted = [param for group in groups for param in group["params"] if param.requires_grad]
+        if not wanted:
+            raise ValueError("params: expected trainable parameters, got none. Set requires_grad")
+        if running is None or not set(wanted).issubset(running.parameters()):
+            running = _model_of(wanted)
+        optimizer = MuonAdamW.from_model(running, lr, **options)
+        divided = []
+        for group in groups:
+            tensors = set(group["params"])
+            of_muon = {key: group[key] for key in group if key not in _OF_ELEMENTWISE}
+            for algorithm, part in zip(optimizer.algorithms, optimizer.param_groups, strict=True):
+                named = zip(part["param_names"], part["params"], strict=True)
+                if kept := [(name, param) for name, param in named if param in tensors]:
+                    own = of_muon if algorithm == "muon" else group
+                    divided.append({**part, "algorithm": algorithm, **own, "params": kept})
+        # Muon's first, as from_model has them.
+        divided.sort(key=lambda part: part["algorithm"] != "muon")
+        of_choice = inspect.signature(parameter_groups).parameters
+        others = {key: value for key, value in options.items() if key not in of_choice}
+        result = MuonAdamW(divided, lr, **others)
+        result._reasons = optimizer._reasons
+        return result
+
+
+def _running_module(source: Any) -> torch.nn.Module | None:  # noqa: ANN401 - any iterable
+    """Return the module whose method is a generator, or the source of a generator expression."""
+    while isinstance(source, GeneratorType) and source.gi_frame is not None:
+        variables = source.gi_frame.f_locals
+        if isinstance(variables.get("self"), torch.nn.Module):
+            return variables["self"]
+        source = variables.get(".0")
+    return None
+
+
+def _model_of(wanted: Sequence[torch.Tensor]) -> torch.nn.Module:
+    """Return the outermost module that has the parameters, or a list of several, as of a pipeline.
+
+    A module is left out if another one has its parameters, and more: a loss may have the head's.
+    """
+    places = {param: place for place, param in enumerate(wanted)}
+    # Modules that were deleted may be waiting for it.
+    gc.collect()
+    # isinstance() would ask proxies; modules may be under construction.
+    modules = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.nn.Module) and "_modules" in vars(each)
+    ]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    owned = [
+        (module, params)
+        for module in modules
+        if id(module) not in inner and (params := places.keys() & module.parameters())
+    ]
+    if missing := places.keys() - set().union(*(params for _, params in owned)):
+        raise ValueError(
+            f"params: expected parameters of modules, got {len(missing)} that no module has, of "
+            f"shapes {sorted({tuple(param.shape) for param in missing})}. Pass the parameters that "
+            "the model has now, as fully_shard makes new ones, or call MuonAdamW.from_model(model)"
+        )
+    owned = [(module, params) for module, params in owned if not any(params < p for _, p in owned)]
+    # The order of the collector differs between ranks.
+    owned.sort(key=lambda each: min(places[param] for param in each[1]))
+    (model, _), *more = owned
+    if not more:
+        return model
+    # Names and modules of shared parameters may lead to different choices, and a layer alone has
+    # no name: it may be a head.
+    num_shared = sum(len(params) for _, params in owned) - len(places)
+    if num_shared or not all(module._modules for module, _ in owned):
+        raise ValueError(
+            "params: expected parameters of one module, or of models that share none, got those "
+            f"of {[type(module).__name__ for module, _ in owned]}, with {num_shared} shared. Call "
+            "MuonAdamW.from_model() with a module that has them all"
+        )
+    return torch.nn.ModuleList(module for module, _ in owned)
