@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MuonAdamW`` for trainers that call ``optimizer(model.parameters(), lr=..., ...)``.
 
-``MuonAdamW.from_model`` chooses by names and modules, which are found again::
-
-    model.parameters(), or a generator expression over it    the module of the running generator
-    lists, other iterators, pairs with names, groups         modules that have the parameters
-
-Python's garbage collector knows all modules. The outermost ones count: a part of a model has no
-names of the layers around it.
+``MuonAdamW.from_model`` chooses by names and modules, which are found again: Python's garbage
+collector knows all modules. The outermost one that has the parameters counts, as a part of a model
+has no names of the layers around it. Where several have them, the module counts whose
+``parameters()`` is running, or that a generator expression runs over.
 """
 
 import gc
@@ -40,14 +37,13 @@ class from_parameters(MuonAdamW):
             algorithm; their other keys, such as ``weight_decay``, come before other options, and
             ``betas``, ``eps``, ``foreach`` and ``fused`` are AdamW's.
         lr: Learning rate.
-        options: Other arguments of ``MuonAdamW.from_model()``.
+        **options: Other arguments of ``MuonAdamW.from_model()``.
 
     Raises:
         TypeError: An unknown argument.
         ValueError: No parameter is trainable, no module has one, or several outermost modules do.
 
-    Memory: except for generators over ``parameters()``, a list of all of Python's objects, during
-        one garbage collection and one search.
+    Memory: a list of all of Python's objects, during one garbage collection and one search.
     """
 
     def __new__(  # type: ignore[misc]
@@ -63,9 +59,7 @@ class from_parameters(MuonAdamW):
         wanted = [param for group in groups for param in group["params"] if param.requires_grad]
         if not wanted:
             raise ValueError("params: expected trainable parameters, got none. Set requires_grad")
-        if running is None or not set(wanted).issubset(running.parameters()):
-            running = _model_of(wanted)
-        optimizer = MuonAdamW.from_model(running, lr, **options)
+        optimizer = MuonAdamW.from_model(_model_of(wanted, running), lr, **options)
         divided = []
         for group in groups:
             tensors = set(group["params"])
@@ -94,12 +88,19 @@ def _running_module(source: Any) -> torch.nn.Module | None:  # noqa: ANN401 - an
     return None
 
 
-def _model_of(wanted: Sequence[torch.Tensor]) -> torch.nn.Module:
+def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -> torch.nn.Module:
     """Return the outermost module that has the parameters, or a list of several, as of a pipeline.
 
     A module is left out if another one has its parameters, and more: a loss may have the head's.
+
+    Args:
+        wanted: The parameters.
+        running: Module to take where it is open which one counts, if it has the parameters.
     """
     places = {param: place for place, param in enumerate(wanted)}
+    # A layer alone has no name: it may be the head of a model.
+    if running is not None and not (running._modules and places.keys() <= {*running.parameters()}):
+        running = None
     # Modules that were deleted may be waiting for it.
     gc.collect()
     # isinstance() would ask proxies; modules may be under construction.
@@ -114,7 +115,8 @@ def _model_of(wanted: Sequence[torch.Tensor]) -> torch.nn.Module:
         for module in modules
         if id(module) not in inner and (params := places.keys() & module.parameters())
     ]
-    if missing := places.keys() - set().union(*(params for _, params in owned)):
+    missing = places.keys() - set().union(*(params for _, params in owned))
+    if missing and running is None:
         raise ValueError(
             f"params: expected parameters of modules, got {len(missing)} that no module has, of "
             f"shapes {sorted({tuple(param.shape) for param in missing})}. Pass the parameters that "
@@ -123,9 +125,10 @@ def _model_of(wanted: Sequence[torch.Tensor]) -> torch.nn.Module:
     owned = [(module, params) for module, params in owned if not any(params < p for _, p in owned)]
     # The order of the collector differs between ranks.
     owned.sort(key=lambda each: min(places[param] for param in each[1]))
-    (model, _), *more = owned
-    if not more:
-        return model
+    if len(owned) == 1 and not missing:
+        return owned[0][0]
+    if running is not None:
+        return running
     # Names and modules of shared parameters may lead to different choices, and a layer alone has
     # no name: it may be a head.
     num_shared = sum(len(params) for _, params in owned) - len(places)

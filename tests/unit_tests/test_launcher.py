@@ -21,11 +21,11 @@ from megatron_muon.user_errors import SettingsError
 
 
 def _list_patches() -> tuple[list[str], int]:
-    from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, V2_PATCHES
+    from megatron_muon.mcore.patches import BRIDGE_PATCHES, LATER_PATCHES, PATCHES, V2_PATCHES
     from megatron_muon.mcore.relied_on import RELIED_ON, V2_RELIED_ON
 
     assert launcher.main(["--list-patches"]) == 0
-    patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES)
+    patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES, *BRIDGE_PATCHES)
     lines = [f"{patch.symbol}: {patch.purpose}" for patch in patches]
     return lines, len((*patches, *RELIED_ON, *V2_RELIED_ON))
 
