@@ -10,14 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.parameters import as_split_sizes, planned_parameters
+from megatron_muon.fsdp2.settings import PLANNED, key_problems
 from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
 
-# Keys of a parameter group that decide the plan: the values of construction stay. A group without
-# them gets none: a checkpoint of torch.optim.Muon has no such keys.
-PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
 # Keys of a parameter's state in Muon, the second only if it is adaptive.
 _MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER}
 _KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
@@ -70,6 +68,12 @@ def arranged(
                 }
         if "lr" not in values:
             problems.append(f"group {number}: expected settings of one group, got several or none")
+        problems += [
+            f"group {number}: {problem}, or remove the key from the groups of the state"
+            for problem in key_problems(values, algorithms[number], optimizer.settings)
+        ]
+        # The values of construction stay. A group without them gets none: a checkpoint of
+        # torch.optim.Muon has no such keys.
         for key, default in PLANNED.items():
             saved_value, own_value = values.get(key, default), group.get(key, default)
             if as_split_sizes(saved_value) != as_split_sizes(own_value):

@@ -20,7 +20,13 @@ from megatron_muon.fsdp2.gradients import (
 )
 from megatron_muon.fsdp2.loading import load_together
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
-from megatron_muon.fsdp2.settings import MuonArguments, check_values
+from megatron_muon.fsdp2.settings import (
+    MuonArguments,
+    check_values,
+    group_problems,
+    key_problems,
+    layouts_of,
+)
 from megatron_muon.fsdp2.validation import parameter_problems
 from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
@@ -30,6 +36,11 @@ from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.step.dependencies import dependency_problems, environment_problems
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
+
+_REPLANNED = (
+    "param_groups: expected split_sizes, transposed and flatten of construction, which decide the "
+    "plan, got others. Build a new optimizer"
+)
 
 
 class Muon(WholeMatrixMuon):
@@ -158,6 +169,7 @@ class Muon(WholeMatrixMuon):
             momentum_dtype=momentum_dtype,
             offload_momentum=offload_momentum,
         )
+        self.settings = {**vars(arguments), "algorithm": "muon"}
         problems = arguments.problems()
         try:
             super().__init__(
@@ -198,6 +210,7 @@ class Muon(WholeMatrixMuon):
         )
         self.engine = self.muon_step.engine
         self._holders = by_holders(self.muon_step.plan_inputs, others, replicas or tensor_group)
+        self._layouts = layouts_of(self.param_groups)
         self._is_built = True
 
     def record_metrics(self, is_on: bool = True) -> None:
@@ -222,6 +235,8 @@ class Muon(WholeMatrixMuon):
                 "exchange, got more. Build a new optimizer with all of them."
             )
         check_values({**self.defaults, **param_group})
+        if problems := key_problems(param_group, "muon", self.settings):
+            raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as object's
@@ -265,7 +280,9 @@ class Muon(WholeMatrixMuon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_overlapped(None)
+        algorithms = ["muon"] * len(self.param_groups)
+        problems = group_problems(self.param_groups, algorithms, self.settings)
+        self._step_overlapped(None, problems)
         return loss
 
     @torch.no_grad()
@@ -289,6 +306,8 @@ class Muon(WholeMatrixMuon):
         problems = [*problems, *self.muon_step.reserve(others)]
         if self._is_changing:
             problems.append(INTERRUPTED)
+        if layouts_of(self.param_groups) != self._layouts:
+            problems.append(_REPLANNED)
         try:
             without = agree_to_step(
                 self._holders, self.muon_step.group, self.muon_step.device, problems

@@ -14,10 +14,16 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose
-from megatron_muon.fsdp2.loading import ADVICE, PLANNED, arranged, load_together
+from megatron_muon.fsdp2.loading import ADVICE, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
-from megatron_muon.fsdp2.settings import MuonArguments, check_values
+from megatron_muon.fsdp2.settings import (
+    PLANNED,
+    MuonArguments,
+    check_values,
+    group_problems,
+    key_problems,
+)
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
@@ -102,6 +108,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "AdamW's are elementwise_options of from_model(), or keys of a group"
             )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
+        self.settings = {**known, **self._options, "algorithm": "muon"}
         listed = list(params)
         is_chosen = any(isinstance(each, dict) and "algorithm" in each for each in listed)
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
@@ -201,6 +208,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for key, value in self._defaults[algorithm].items():
             param_group.setdefault(key, value)
         check_values(param_group)
+        if problems := key_problems(param_group, algorithm, self.settings):
+            raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
         if algorithm != "muon":
             # A default that is there for schedules, see _elementwise().
@@ -283,7 +292,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
-        problems = [] if self._ids() == self._planned else [_CHANGED]
+        problems = group_problems(self.param_groups, self.algorithms, self.settings)
+        problems += [] if self._ids() == self._planned else [_CHANGED]
         muon._step_overlapped(step_others, problems, memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
@@ -331,7 +341,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "MuonAdamW: expected no copy after the first step, or with process groups, which "
                 "cannot be copied. Build another one, and load the state of this one."
             )
-        names = ("_defaults", "_options", "algorithms", "muon", "_planned", "_reasons")
+        names = ("_defaults", "_options", "settings", "algorithms", "muon", "_planned", "_reasons")
         attributes = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **attributes, "_inner": {}}
 

@@ -243,6 +243,7 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda state: state.pop("state"), ""),
     (lambda state: state.update(param_groups=None), ""),
     (lambda state: state["param_groups"][0]["param_names"].insert(0, "other"), ""),
+    (lambda state: state["param_groups"][0].update(ns_steps=3), "ns_steps: expected no such key"),
     (_momentum("x"), ""),
     (_momentum(torch.ones(99)), "local shape"),
     # Zeros in its place would be another run.
