@@ -259,6 +259,7 @@ class Muon(WholeMatrixMuon):
         """
         load_together(self, self, ["muon"] * len(self.param_groups), state_dict)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update parameters and momentum by their gradients; called by all ranks together.

@@ -29,7 +29,7 @@ from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
 from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import elementwise_bytes
+from megatron_muon.step.elementwise import elementwise_bytes, step_without_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +262,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """Identify all parameters; the plan keeps them alive."""
         return [id(param) for group in self.param_groups for param in group["params"]]
 
+    # Private, but its public form imports torch's compiler at once.
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters by their gradients; called by all ranks together.
@@ -288,7 +290,7 @@ class MuonAdamW(torch.optim.Optimizer):
             with profiler_range("elementwise"):
                 for other in others:
                     with _state_of_empty_shards(other):
-                        other.step()
+                        step_without_hooks(other)
 
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)

@@ -127,6 +127,16 @@ def scale_function(mode: str, extra_factor: float) -> Scale:
     return scale
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer that no user has made.
+
+    torch calls hooks of all optimizers around every ``step()``. Source: torch 2.15,
+    torch/optim/optimizer.py, Optimizer.profile_hook_step.
+    """
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 def elementwise_bytes(
     optimizers: Iterable[torch.optim.Optimizer], device: torch.device
 ) -> OtherBytes:
