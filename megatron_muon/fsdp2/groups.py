@@ -26,7 +26,7 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_muon.fsdp2.fused import Layout, layout_of
-from megatron_muon.fsdp2.parameters import as_split_sizes, partition_dim
+from megatron_muon.fsdp2.parameters import as_split_sizes, partition_dim, without_wrappers
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import own_rank
 
@@ -52,11 +52,6 @@ _KINDS = {
 # Regular expressions for embeddings, adapters, heads, norms, biases and routers.
 ELEMENTWISE_NAMES = tuple(_KINDS)
 
-# Modules of torch.compile, DDP, FSDP1, activation checkpointing and LoRA.
-_WRAPPERS = re.compile(
-    r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer|"
-    r"original_module|modules_to_save\.\w+)\."
-)
 _IN_BLOCK = re.compile(r"\.\d+\.[^.]+\.")
 _WEIGHT = re.compile(r"(\w*_)?(weight\w*|proj|[wv]\d+)")
 
@@ -141,12 +136,12 @@ def _occurrences(model: torch.nn.Module) -> dict[torch.Tensor, list[_Occurrence]
     """Return the occurrences of all parameters."""
     # Modules come after their wrapper.
     modules = {
-        _WRAPPERS.sub("", f"{path}.").strip("."): module
+        without_wrappers(f"{path}.").strip("."): module
         for path, module in model.named_modules(remove_duplicate=False)
     }
     occurrences: dict[torch.Tensor, list[_Occurrence]] = defaultdict(list)
     for full_name, param in model.named_parameters(remove_duplicate=False):
-        name = _WRAPPERS.sub("", full_name)
+        name = without_wrappers(full_name)
         path = name.split(".")[:-1]
         parents = [modules[".".join(path[:depth])] for depth in reversed(range(len(path)))]
         module = model.get_submodule(full_name.rpartition(".")[0])

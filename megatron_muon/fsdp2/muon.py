@@ -18,7 +18,7 @@ from megatron_muon.fsdp2.gradients import (
     by_holders,
     refuse_grad_scaler,
 )
-from megatron_muon.fsdp2.loading import load_together
+from megatron_muon.fsdp2.loading import after_pre_hooks, load_together
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
 from megatron_muon.fsdp2.settings import (
     MuonArguments,
@@ -239,6 +239,11 @@ class Muon(WholeMatrixMuon):
             raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups; state that was removed is fresh, as in the next step."""
+        self.muon_step.follow_state()
+        return super().state_dict()
+
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as object's
         """Refuse to be copied or pickled: process groups cannot be."""
         raise TypeError(
@@ -255,9 +260,10 @@ class Muon(WholeMatrixMuon):
             RuntimeError: On all ranks, when one cannot load its state, or a parameter gets no
                 momentum, or momentum with other shards. The old state stays.
 
-        Communication: a flag over the ranks that step together.
+        Communication: see ``load_together()``.
         """
-        load_together(self, self, ["muon"] * len(self.param_groups), state_dict)
+        algorithms = ["muon"] * len(self.param_groups)
+        load_together(self, self, algorithms, *after_pre_hooks(self, state_dict))
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -310,9 +316,8 @@ class Muon(WholeMatrixMuon):
         if layouts_of(self.param_groups) != self._layouts:
             problems.append(_REPLANNED)
         try:
-            without = agree_to_step(
-                self._holders, self.muon_step.group, self.muon_step.device, problems
-            )
+            step = self.muon_step
+            without = agree_to_step(self._holders, step.group, step.device, problems, step.removed)
         except RuntimeError:
             self.muon_step.release()
             raise

@@ -4,6 +4,7 @@
 
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -14,7 +15,15 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose
-from megatron_muon.fsdp2.loading import ADVICE, arranged, load_together
+from megatron_muon.fsdp2.loading import (
+    ADVICE,
+    after_pre_hooks,
+    arranged,
+    call_post_hooks,
+    incomplete_states,
+    load_between_hooks,
+    load_together,
+)
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
 from megatron_muon.fsdp2.settings import (
@@ -84,6 +93,8 @@ class MuonAdamW(torch.optim.Optimizer):
     # torch.amp.GradScaler then always calls step(), which refuses it.
     _step_supports_amp_scaling = True
     fresh_if_moved: bool = False
+    # Whether there is state of Muon: from the first step on.
+    has_stepped: bool = False
 
     def __init__(
         self,
@@ -256,6 +267,9 @@ class MuonAdamW(torch.optim.Optimizer):
             self._planned = self._ids()
             self.muon = muon
         self.muon.param_groups = self._groups("muon")
+        if self.has_stepped:
+            # Users may have replaced it.
+            self.muon.state = self.state
         return self.muon
 
     def _ids(self) -> list[int]:
@@ -283,6 +297,8 @@ class MuonAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         refuse_grad_scaler(self)
+        if not isinstance(self.state, defaultdict):
+            self.state = defaultdict(dict, self.state)
         muon = self._plan()
 
         def step_others() -> None:
@@ -295,13 +311,20 @@ class MuonAdamW(torch.optim.Optimizer):
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
         problems = group_problems(self.param_groups, self.algorithms, self.settings)
+        problems += incomplete_states(self.algorithms, self.param_groups, self.state)
         problems += [] if self._ids() == self._planned else [_CHANGED]
         muon._step_overlapped(step_others, problems, memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
-        if muon.state is not self.state:
-            self.state.update(muon.state)
-            muon.state = self.state
+        if not self.has_stepped:
+            self.state.update({param: values for param, values in muon.state.items() if values})
+            self.has_stepped = True
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups; state that was removed is fresh, as in the next step."""
+        if self.has_stepped and self.state:
+            self._plan().muon_step.follow_state()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all groups; called by all ranks together.
@@ -316,9 +339,11 @@ class MuonAdamW(torch.optim.Optimizer):
         Communication: a flag over the ranks that step together; at first also two gathers of
             objects over the job, and the construction of ``Muon``.
         """
+        state_dict, problems = after_pre_hooks(self, state_dict)
+        has_state = bool(problems or state_dict.get("state", True))
         # A rank without parameters and state plans with the others.
-        if self.muon is not None or any(gather_objects(bool(state_dict.get("state", True)))):
-            load_together(self._plan(), self, self.algorithms, state_dict)
+        if self.muon is not None or any(gather_objects(has_state)):
+            load_together(self._plan(), self, self.algorithms, state_dict, problems)
             return
         try:
             new_state, problems = arranged(self, self.algorithms, state_dict, {})
@@ -328,11 +353,12 @@ class MuonAdamW(torch.optim.Optimizer):
         of_all_ranks = dict.fromkeys(itertools.chain(*gather_objects(problems)))
         if of_all_ranks:
             raise RuntimeError("\n".join([*of_all_ranks, ADVICE]))
-        super().load_state_dict(new_state)
+        load_between_hooks(self, new_state)
         # torch keeps an entry for every parameter: state_dict() then looks for parameters that
         # accelerate replaces after it has loaded this state.
         for param in [param for param, values in self.state.items() if not values]:
             del self.state[param]
+        call_post_hooks(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles, until the exchange is planned."""

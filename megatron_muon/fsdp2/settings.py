@@ -111,6 +111,7 @@ def layouts_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {key: as_split_sizes(group.get(key, value)) for key, value in PLANNED.items()}
         for group in groups
+        if group["params"]
     ]
 
 

@@ -28,6 +28,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def sharding_of(tensor: torch.Tensor) -> str:
+    """Describe the shard of a rank."""
+    local = local_tensor(tensor)
+    # Sizes of an empty shard vary.
+    text = f"local shape {tuple(local.shape) if local.numel() else 'empty'}"
+    return f"{text}, {tensor.placements}" if isinstance(tensor, DTensor) else text
+
+
 def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Join consecutive tensors that are adjacent in memory, in every one of several lists.
 

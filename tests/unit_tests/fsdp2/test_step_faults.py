@@ -150,7 +150,7 @@ def _interrupt() -> None:
         assert (
             "rank" in refused
             and "1: step: expected weights and state of a complete step" in refused
-        )
+        ), refused
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         assert _error_of(optimizer.step) == "no error"
@@ -222,7 +222,7 @@ def _step_without_matrices(has_one: bool) -> None:
         if step == 1:
             assert "rank 1: norm: expected a finite gradient" in error and all(stays)
         else:
-            assert (error, stays) == ("no error", [False, rank == 0])
+            assert (error, stays) == ("no error", [False, rank == 0]), error
 
 
 def _empty_of_another_shape() -> None:
