@@ -203,13 +203,15 @@ class MuonStep:
     def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Describe the shards of a state by name."""
         is_anywhere = self._step.offload_momentum
-        return {
-            key: sharding_of(value)
-            + f" on {local_tensor(value).device.type}"
-            * (key != "momentum_buffer" or not is_anywhere)
-            for key, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
+        described = {}
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                described[key] = type(value).__name__
+            elif key == "momentum_buffer" and is_anywhere:
+                described[key] = sharding_of(value)
+            else:
+                described[key] = f"{sharding_of(value)} on {local_tensor(value).device.type}"
+        return described
 
     def follow_state(self) -> list[str]:
         """Create state that was removed since the last step, and list tensors that do not fit.
@@ -229,7 +231,7 @@ class MuonStep:
             return []
         problems, removed = [], set()
         for state, (_, param, shards) in zip(states, self._stored, strict=True):
-            actual = self._shards_of(state)
+            actual = self._shards_of({key: state[key] for key in shards if key in state})
             if not shards.keys() <= actual.keys():
                 removed.add(param)
             problems += [
@@ -305,8 +307,8 @@ class MuonStep:
             self._matrix_step.reserve(others)
             if self._main_params.params and not problems:
                 self._main_params.compare(self.state())
-        # Other ranks wait for this one.
-        except (MemoryError, RuntimeError) as error:
+        # Any error: other ranks wait for this one.
+        except Exception as error:
             if not is_out_of_memory(error):
                 logger.exception("before a step:")
             problems.append(first_line(error))
