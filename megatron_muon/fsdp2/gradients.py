@@ -153,21 +153,20 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
 def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str | None:
     """Return the problem of a gradient, or None."""
     shard, other = local_tensor(param), local_tensor(grad)
-    is_like = shard.dtype == other.dtype
-    advice = "Reduce it in that dtype; leave precision_aware out of fully_shard_optimizer()"
-    # torch's AdamW reduces a partial gradient of a DTensor.
-    if is_muons:
+    # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
+    dtypes = (torch.float32, torch.bfloat16) if is_muons else (shard.dtype,)
+    # FSDP2 makes empty shards of several shapes.
+    has_shape = shard.shape == other.shape or shard.numel() == other.numel() == 0
+    if shard.layout != other.layout:
+        advice = "Leave sparse=True out of nn.Embedding; SparseAdam alone steps such gradients"
+    elif other.dtype not in dtypes:
+        advice = "Reduce it in such a dtype; leave precision_aware out of fully_shard_optimizer()"
+    # torch's AdamW reduces a partial gradient of a DTensor. A plain tensor has no placements.
+    elif is_muons and getattr(param, "placements", None) != getattr(grad, "placements", None):
         advice = "Reduce a partial one: grad.redistribute(placements=param.placements)"
-        is_like = (
-            # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
-            other.dtype in (torch.float32, torch.bfloat16)
-            and shard.device == other.device
-            # FSDP2 makes empty shards of several shapes.
-            and (shard.shape == other.shape or shard.numel() == other.numel() == 0)
-            # None of a plain tensor.
-            and getattr(param, "placements", None) == getattr(grad, "placements", None)
-        )
-    if is_like and shard.layout == other.layout:
+    elif is_muons and not (has_shape and shard.device == other.device):
+        advice = "Leave it as the backward pass of the sharded model writes it"
+    else:
         return None
     return (
         f"expected a gradient like the parameter, {_description(param)}, got {_description(grad)}. "

@@ -70,8 +70,10 @@ def arranged(
             # From a flat state torch makes empty dictionaries of missing entries.
             state[parameter.name] = {k: v for k, v in saved.items() if v != {}}
             problem = _problem(parameter.param, algorithms[number], current, state[parameter.name])
-            # Without a gradient a parameter of AdamW has no state.
-            if problem and (saved or key is None or current):
+            # Without a gradient a parameter of AdamW has no state. torch's checkpoints leave out
+            # parameters that were frozen since.
+            has_none = not saved and not parameter.param.requires_grad
+            if problem and not has_none and (saved or key is None or current):
                 problems.append(f"{parameter.name}: {problem}")
                 state[parameter.name] = {
                     key: torch.zeros_like(value) for key, value in current.items()

@@ -5,8 +5,7 @@
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
-from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose
+from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose, refuse_to_guess
 from megatron_muon.fsdp2.loading import (
     ADVICE,
     after_pre_hooks,
@@ -33,12 +32,14 @@ from megatron_muon.fsdp2.settings import (
     group_problems,
     key_problems,
 )
-from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
 from megatron_muon.runtime.plan_runner import profiler_range
-from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import elementwise_bytes, step_without_hooks
+from megatron_muon.step.elementwise import (
+    elementwise_bytes,
+    state_of_empty_shards,
+    step_without_hooks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +116,9 @@ class MuonAdamW(torch.optim.Optimizer):
         del known["others"]
         if unknown := sorted(muon_options.keys() - known.keys()):
             raise TypeError(
-                f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out; "
-                "AdamW's are elementwise_options of from_model(), or keys of a group"
+                f"MuonAdamW: expected arguments of Muon, or betas, eps, foreach or fused of AdamW, "
+                f"got {unknown}. Leave them out; AdamW's others are elementwise_options of "
+                "from_model(), or keys of a group"
             )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         self.settings = {**known, **self._options, "algorithm": "muon"}
@@ -138,6 +140,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self._reasons: dict[str, str] = {}
         # torch refuses an empty list, as of a pipeline stage.
         super().__init__(listed or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
+        if listed and not is_chosen:
+            refuse_to_guess(self.param_groups)
         if listed and not is_chosen and own_rank() == 0:
             logger.warning(
                 "MuonAdamW: no group names its algorithm, so Muon steps all parameters, embeddings "
@@ -305,7 +309,7 @@ class MuonAdamW(torch.optim.Optimizer):
             """Step AdamW's and Lion's parameters."""
             with profiler_range("elementwise"):
                 for other in others:
-                    with _state_of_empty_shards(other):
+                    with state_of_empty_shards(other):
                         step_without_hooks(other)
 
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
@@ -372,25 +376,3 @@ class MuonAdamW(torch.optim.Optimizer):
         names = ("_defaults", "_options", "settings", "algorithms", "muon", "_planned", "_reasons")
         attributes = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **attributes, "_inner": {}}
-
-
-@contextmanager
-def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer step empty shards whose gradients have another empty shape, or are missing.
-
-    Megatron-FSDP's version 1 gives them no gradients, and its checkpoints gather every tensor of
-    every state: they hang where a rank lacks some of them.
-    """
-    empty = [
-        (param, param.grad)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if not local_tensor(param).numel() and (param.grad is not None or is_of_fsdp_v1(param))
-    ]
-    for param, _ in empty:
-        param.grad = torch.zeros_like(param)
-    try:
-        yield
-    finally:
-        for param, grad in empty:
-            param.grad = grad

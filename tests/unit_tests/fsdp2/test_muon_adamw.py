@@ -124,7 +124,7 @@ def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
 def test_groups_may_be_added_until_the_first_step():
     """They have the defaults of their algorithm."""
     model = mixed_model()
-    optimizer = MuonAdamW([model.up.weight], lr=0.1)
+    optimizer = MuonAdamW([{"params": [model.up.weight], "algorithm": "muon"}], lr=0.1)
     optimizer.add_param_group({"params": [model.norm.weight], "algorithm": "lion", "lr": 0.5})
     before = model.norm.weight.detach().clone()
     draw_grads(model.parameters(), 0)
@@ -198,7 +198,7 @@ def _late() -> None:
         param = torch.nn.Parameter(torch.ones(shape, device=device()))
         param.grad = torch.ones_like(param)
         with pytest.raises(RuntimeError) as error:
-            MuonAdamW([("w", param)]).step()
+            MuonAdamW([{"params": [("w", param)], "algorithm": "muon"}]).step()
         assert said in str(error.value)
 
 

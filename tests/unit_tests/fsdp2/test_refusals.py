@@ -70,8 +70,16 @@ def test_invalid_arguments_are_refused(said, options):
     """When the optimizer is built: MuonAdamW does not wait for its first step."""
     _assert_refused(said, lambda: Muon([_param(3, 4)], **options))
     with pytest.raises(ValueError) as error:
-        MuonAdamW([_param(3, 4)], **options)
+        MuonAdamW([("w", _param(3, 4))], **options)
     assert said in str(error.value)
+
+
+def _group(model: Any) -> dict[str, Any]:
+    return {"params": [model.up.weight], "algorithm": "muon"}
+
+
+def _muon_adamw(model: Any, **options: Any) -> MuonAdamW:
+    return MuonAdamW([_group(model)], **options)
 
 
 def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
@@ -85,18 +93,18 @@ def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
         ("patterns that find parameters of Muon", lambda m: parameter_groups(m, splits={"q": 3})),
         ("expected trainable parameters", lambda m: parameter_groups(m.requires_grad_(False))),
         ("got 'sgd'", lambda m: MuonAdamW([{"params": [m.up.weight], "algorithm": "sgd"}])),
-        ("expected arguments of Muon, got ['mu']", lambda m: MuonAdamW([m.up.weight], mu=0.9)),
+        ("eps, foreach or fused of AdamW, got ['mu']", lambda m: _muon_adamw(m, mu=0.9)),
         ("Invalid beta parameter", lambda m: _vector_of_adamw(m, betas=(2.0, 0.9))),
         ("lr: expected a number", lambda m: Muon([{"params": [m.up.weight], "lr": -1.0}])),
-        ("lr: expected a number", lambda m: MuonAdamW([{"params": [m.up.weight], "lr": -1.0}])),
-        ("in more than one parameter", lambda m: MuonAdamW([{"params": [m.up.weight]}] * 2)),
+        ("lr: expected a number", lambda m: _muon_adamw(m, lr=-1.0)),
+        ("in more than one parameter", lambda m: MuonAdamW([_group(m)] * 2)),
         ("expected record_metrics() before", lambda m: Muon([m.up.weight]).last_metrics()),
     ],
 )
 def test_calls_that_cannot_work_are_refused(said, call):
     """On one rank. AdamW's arguments count where there is a group of AdamW."""
     _assert_refused(said, lambda: call(mixed_model()))
-    MuonAdamW([mixed_model().up.weight], betas=(2.0, 0.9))
+    _muon_adamw(mixed_model(), betas=(2.0, 0.9))
 
 
 # Keys of a group that no step reads, with the remedy.
@@ -121,7 +129,8 @@ IGNORED: list[tuple[str, Any, str]] = [
 def test_keys_that_no_step_reads_are_refused(key, value, said):
     """Groups and loaded states set them in vain, and weights were 5e-2 off after three steps."""
     for make in (Muon, MuonAdamW):
-        _assert_refused(said, lambda make=make: make([{"params": [_param(3, 4)], key: value}]))
+        group = {"params": [("w", _param(3, 4))], "algorithm": "muon", key: value}
+        _assert_refused(said, lambda make=make, group=group: make([group]))
         param = _param(3, 4)
         optimizer = make([{"params": [param], "algorithm": "muon"}])
         param.grad = torch.ones_like(param)

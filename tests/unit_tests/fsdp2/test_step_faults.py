@@ -299,6 +299,14 @@ def test_rank_whose_peer_has_left_does_not_step_again():
     assert len(ours) == 2 and "no error" not in ours
 
 
+def test_sparse_gradient_is_refused_with_its_remedy():
+    """The advice was to change the dtype of a reduction."""
+    embedding = torch.nn.Embedding(6, 4, sparse=True, device=device())
+    optimizer = MuonAdamW.from_model(embedding, lr=0.1)
+    embedding(torch.tensor([1, 2], device=device())).sum().backward()
+    assert "Leave sparse=True out of nn.Embedding" in _refused(optimizer, embedding)
+
+
 def test_parameters_without_names_are_not_mixed_up():
     """The first matrix and the first vector are both parameter 0, and one has no gradient."""
     model = small_model()
