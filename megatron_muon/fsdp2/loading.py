@@ -82,7 +82,7 @@ def arranged(
             problems.append(f"group {number}: expected settings of one group, got several or none")
         problems += [
             f"group {number}: {problem}, or remove the key from the groups of the state"
-            for problem in key_problems(values, algorithms[number], optimizer.settings)
+            for problem in key_problems(values, algorithms[number], optimizer._settings)
         ]
         # The values of construction stay. A group without them gets none: a checkpoint of
         # torch.optim.Muon has no such keys.
@@ -265,5 +265,5 @@ def load_together(
     muon.muon_step.removed.clear()
     if not has_state and optimizer is not muon:
         optimizer.state = defaultdict(dict)
-    optimizer.has_stepped = has_state
+    optimizer._has_stepped = has_state
     call_post_hooks(optimizer)

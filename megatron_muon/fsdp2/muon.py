@@ -169,7 +169,7 @@ class Muon(WholeMatrixMuon):
             momentum_dtype=momentum_dtype,
             offload_momentum=offload_momentum,
         )
-        self.settings = {**vars(arguments), "algorithm": "muon"}
+        self._settings = {**vars(arguments), "algorithm": "muon"}
         problems = arguments.problems()
         try:
             super().__init__(
@@ -235,7 +235,7 @@ class Muon(WholeMatrixMuon):
                 "exchange, got more. Build a new optimizer with all of them."
             )
         check_values({**self.defaults, **param_group})
-        if problems := key_problems(param_group, "muon", self.settings):
+        if problems := key_problems(param_group, "muon", self._settings):
             raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
 
@@ -288,7 +288,7 @@ class Muon(WholeMatrixMuon):
             with torch.enable_grad():
                 loss = closure()
         algorithms = ["muon"] * len(self.param_groups)
-        problems = group_problems(self.param_groups, algorithms, self.settings)
+        problems = group_problems(self.param_groups, algorithms, self._settings)
         self._step_overlapped(None, problems)
         return loss
 

@@ -61,10 +61,11 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. A group may have
-            ``algorithm``: ``muon``, the default, with the keys of ``Muon``; ``adamw``, with the
-            keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to ``algorithms``:
-            groups then equal the groups of ``Muon`` and AdamW, so that states of the two separate
-            optimizers load.
+            ``algorithm``: ``muon``, the default beside groups that have one, with the keys of
+            ``Muon``; ``adamw``, with the keys of ``torch.optim.AdamW``; ``lion``, with ``betas``.
+            It moves to ``algorithms``: groups then equal the groups of ``Muon`` and AdamW, so that
+            states of the two separate optimizers load. If no group has one, parameters are matrices
+            with names, for Muon.
         lr: Learning rate, also of AdamW's groups that have none.
         momentum: Weight of Muon's momentum.
         weight_decay: Coefficient, also of AdamW's groups that have none.
@@ -84,7 +85,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Raises:
         TypeError: An unknown argument, or a list that ``Muon`` would not take.
-        ValueError: An unknown algorithm, a parameter twice, or an argument that AdamW refuses.
+        ValueError: An unknown algorithm, parameters without algorithm that may be no matrices, a
+            key that no step reads, a parameter twice, or an argument that AdamW refuses.
 
     Communication: none at construction. Steps as ``Muon``; the first step or load also as its
         construction. AdamW and Lion communicate nothing.
@@ -95,7 +97,7 @@ class MuonAdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     fresh_if_moved: bool = False
     # Whether there is state of Muon: from the first step on.
-    has_stepped: bool = False
+    _has_stepped: bool = False
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "from_model(), or keys of a group"
             )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
-        self.settings = {**known, **self._options, "algorithm": "muon"}
+        self._settings = {**known, **self._options, "algorithm": "muon"}
         listed = list(params)
         is_chosen = any(isinstance(each, dict) and "algorithm" in each for each in listed)
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
@@ -223,7 +225,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for key, value in self._defaults[algorithm].items():
             param_group.setdefault(key, value)
         check_values(param_group)
-        if problems := key_problems(param_group, algorithm, self.settings):
+        if problems := key_problems(param_group, algorithm, self._settings):
             raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
         if algorithm != "muon":
@@ -271,7 +273,7 @@ class MuonAdamW(torch.optim.Optimizer):
             self._planned = self._ids()
             self.muon = muon
         self.muon.param_groups = self._groups("muon")
-        if self.has_stepped:
+        if self._has_stepped:
             # Users may have replaced it.
             self.muon.state = self.state
         return self.muon
@@ -314,19 +316,19 @@ class MuonAdamW(torch.optim.Optimizer):
 
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
-        problems = group_problems(self.param_groups, self.algorithms, self.settings)
+        problems = group_problems(self.param_groups, self.algorithms, self._settings)
         problems += incomplete_states(self.algorithms, self.param_groups, self.state)
         problems += [] if self._ids() == self._planned else [_CHANGED]
         muon._step_overlapped(step_others, problems, memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
-        if not self.has_stepped:
+        if not self._has_stepped:
             self.state.update({param: values for param, values in muon.state.items() if values})
-            self.has_stepped = True
+            self._has_stepped = True
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups; state that was removed is fresh, as in the next step."""
-        if self.has_stepped and self.state:
+        if self._has_stepped and self.state:
             self._plan().muon_step.follow_state()
         return super().state_dict()
 
@@ -373,6 +375,6 @@ class MuonAdamW(torch.optim.Optimizer):
                 "MuonAdamW: expected no copy after the first step, or with process groups, which "
                 "cannot be copied. Build another one, and load the state of this one."
             )
-        names = ("_defaults", "_options", "settings", "algorithms", "muon", "_planned", "_reasons")
+        names = ("_defaults", "_options", "_settings", "algorithms", "muon", "_planned", "_reasons")
         attributes = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **attributes, "_inner": {}}
