@@ -218,17 +218,17 @@ class MuonStep:
 
         Users own the state: they empty it between phases of a training, or replace its tensors.
         """
-        states = [optimizer.state.setdefault(param, {}) for optimizer, param, _ in self._stored]
         now = [
-            state.get(key)
-            for state, (*_, shards) in zip(states, self._stored, strict=True)
-            for key in shards
+            tensor
+            for optimizer, param, shards in self._stored
+            for tensor in map(optimizer.state.get(param, {}).get, shards)
         ]
         if len(self._followed) == len(now) and all(
             tensor is not None and ref() is tensor
             for ref, tensor in zip(self._followed, now, strict=True)
         ):
             return []
+        states = [optimizer.state.setdefault(param, {}) for optimizer, param, _ in self._stored]
         problems, removed = [], set()
         for state, (_, param, shards) in zip(states, self._stored, strict=True):
             actual = self._shards_of({key: state[key] for key in shards if key in state})
