@@ -118,20 +118,32 @@ def agree_to_step(
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     # All ranks come here together, also without missing gradients: they have seen the same sum.
     if num_unusual:
-        for rank, without, others in gather_objects((own_rank(), missing, fresh), group):
-            problems += [
-                f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, "
-                f"got none on rank {rank}. Let all ranks use the parameter in the loss"
-                for key in holders.keys() & set(without)
-                if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
-            ]
-            problems += [
-                f"{key.name}: expected to reset state on all ranks that hold the parameter or on "
-                f"none, got no state on rank {rank}. Reset it on all ranks, or load a state"
-                for key in holders.keys() & set(others) - set(fresh)
-            ]
+        problems = _one_sided_problems(holders, missing, fresh, group)
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     return {holders[key].param for key in missing}
+
+
+def _one_sided_problems(
+    holders: Mapping[GradientKey, PlannedParameter],
+    missing: Sequence[GradientKey],
+    fresh: Sequence[GradientKey],
+    group: dist.ProcessGroup | None,
+) -> list[str]:
+    """List gradients and states that other holders of a parameter lack, and this rank has."""
+    problems = []
+    for rank, without, others in gather_objects((own_rank(), missing, fresh), group):
+        problems += [
+            f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, got "
+            f"none on rank {rank}. Let all ranks use the parameter in the loss"
+            for key in holders.keys() & set(without)
+            if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
+        ]
+        problems += [
+            f"{key.name}: expected to reset state on all ranks that hold the parameter or on none, "
+            f"got no state on rank {rank}. Reset it on all ranks, or load a state"
+            for key in holders.keys() & set(others) - set(fresh)
+        ]
+    return problems
 
 
 def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attributes of GradScaler's

@@ -84,16 +84,7 @@ def arranged(
             f"group {number}: {problem}, or remove the key from the groups of the state"
             for problem in key_problems(values, algorithms[number], optimizer._settings)
         ]
-        # The values of construction stay. A group without them gets none: a checkpoint of
-        # torch.optim.Muon has no such keys.
-        for key, default in PLANNED.items():
-            saved_value, own_value = values.get(key, default), group.get(key, default)
-            if as_split_sizes(saved_value) != as_split_sizes(own_value):
-                warnings.warn(
-                    f"group {number}: the checkpoint has {key} {saved_value}, this run "
-                    f"{own_value}, which it keeps.",
-                    stacklevel=4,
-                )
+        _warn_of_layouts(number, values, group)
         # Keys that a checkpoint of an earlier torch lacks come from this run, and so do names.
         if len(problems) > num_problems:
             values = {}
@@ -103,6 +94,21 @@ def arranged(
         warnings.warn("fresh state, or values of this run:\n" + "\n".join(problems), stacklevel=4)
         problems = []
     return {**state_dict, "state": state, "param_groups": groups}, problems
+
+
+def _warn_of_layouts(number: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Warn where a group has another layout in a state; that of construction stays.
+
+    A checkpoint of torch.optim.Muon has none.
+    """
+    for key, default in PLANNED.items():
+        values = saved.get(key, default), own.get(key, default)
+        if as_split_sizes(values[0]) != as_split_sizes(values[1]):
+            warnings.warn(
+                f"group {number}: the checkpoint has {key} {values[0]}, this run {values[1]}, "
+                "which it keeps.",
+                stacklevel=5,
+            )
 
 
 def _saved_params(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
