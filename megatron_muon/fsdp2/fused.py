@@ -22,13 +22,17 @@ _GATED = {
     "input_linear": "output_linear",
     "Wi": "Wo",
     "w12": "w3",
+    "w13": "w2",
     "fc1": "fc2",
     "linear_fc1": "linear_fc2",
     "dense_h_to_4h": "dense_4h_to_h",
     "ff_proj": "ff_out",
 }
 _QUERY_KEY_VALUE = ("query_key_value", "qkv_proj", "qkv", "Wqkv", "c_attn", "in_proj_weight")
-_FUSED = re.compile("|".join((*_QUERY_KEY_VALUE, "gate_up")))
+_FUSED = re.compile(
+    "|".join((*_QUERY_KEY_VALUE, "gate_?(and_)?up", "up_?(and_)?gate"))
+    + r"|(^|_)w(12|13|31|1_?w[23]|3_?w1)(_|$)|(^|_)(to_|w_?)?(kv|qk)(_proj)?$"
+)
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _GROUPS = (
     "num_key_value_heads",

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agreement of ranks before a step: gradients are finite, and present on all ranks or on none."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,7 @@ def agree_to_step(
     group: dist.ProcessGroup | None,
     device: torch.device,
     known_problems: Sequence[str] = (),
+    removed: Collection[torch.Tensor] = (),
 ) -> set[torch.Tensor]:
     """Agree on all ranks to step, and return the parameters without a gradient on any rank.
 
@@ -75,18 +76,21 @@ def agree_to_step(
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
         known_problems: Other problems of this rank, as sentences.
+        removed: Parameters whose state was removed on this rank.
 
     Raises:
         RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
             parameter, when a gradient is not finite, has another dtype (but bfloat16), placement
-            or shape than its parameter, or is missing on some holders of the parameter alone.
+            or shape than its parameter, or is missing, or its state was removed, on some holders of
+            the parameter alone.
 
     Communication: one all-reduce of two int32 over the group, read by the host once. Where a
-        gradient is missing: a gather of names over the group, and a flag.
+        gradient is missing, or state was removed: a gather of names over the group, and a flag.
     """
     problems = [*known_problems, *_blocked_problems(holders.values())]
     grads: list[tuple[str, torch.Tensor]] = []
     missing: list[GradientKey] = []
+    fresh = [key for key, each in holders.items() if each.param in removed] if removed else []
     # Few calls: it runs per parameter and step, whatever the device.
     for key, parameter in holders.items():
         grad, shard = parameter.param.grad, local_tensor(parameter.param)
@@ -103,26 +107,43 @@ def agree_to_step(
     not_finite = find_not_finite(grads, device)
     # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on the
     # device: for a copy of the numbers the host would wait, until all of the backward pass is done.
-    flags = torch.full((2,), len(missing), dtype=torch.int32, device=device)
+    flags = torch.full((2,), len(missing) + len(fresh), dtype=torch.int32, device=device)
     flags[0].copy_(not_finite.number.add_(len(problems)))
     if dist.is_initialized():
         dist.all_reduce(flags, group=group)
-    num_problems, num_missing = flags.tolist()
+    num_problems, num_unusual = flags.tolist()
     # Only now, once a rank has a problem: the usual step pays for eight bytes.
     if num_problems:
         problems += not_finite.explain()
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     # All ranks come here together, also without missing gradients: they have seen the same sum.
-    if num_missing:
-        problems = [
-            f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, got "
-            f"none on rank {rank}. Let all ranks use the parameter in the loss"
-            for rank, lacking in gather_objects((own_rank(), missing), group)
-            for key in holders.keys() & set(lacking)
-            if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
-        ]
+    if num_unusual:
+        problems = _one_sided_problems(holders, missing, fresh, group)
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     return {holders[key].param for key in missing}
+
+
+def _one_sided_problems(
+    holders: Mapping[GradientKey, PlannedParameter],
+    missing: Sequence[GradientKey],
+    fresh: Sequence[GradientKey],
+    group: dist.ProcessGroup | None,
+) -> list[str]:
+    """List gradients and states that other holders of a parameter lack, and this rank has."""
+    problems = []
+    for rank, without, others in gather_objects((own_rank(), missing, fresh), group):
+        problems += [
+            f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, got "
+            f"none on rank {rank}. Let all ranks use the parameter in the loss"
+            for key in holders.keys() & set(without)
+            if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
+        ]
+        problems += [
+            f"{key.name}: expected to reset state on all ranks that hold the parameter or on none, "
+            f"got no state on rank {rank}. Reset it on all ranks, or load a state"
+            for key in holders.keys() & set(others) - set(fresh)
+        ]
+    return problems
 
 
 def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attributes of GradScaler's
@@ -144,21 +165,20 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
 def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str | None:
     """Return the problem of a gradient, or None."""
     shard, other = local_tensor(param), local_tensor(grad)
-    is_like = shard.dtype == other.dtype
-    advice = "Reduce it in that dtype; leave precision_aware out of fully_shard_optimizer()"
-    # torch's AdamW reduces a partial gradient of a DTensor.
-    if is_muons:
+    # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
+    dtypes = (torch.float32, torch.bfloat16) if is_muons else (shard.dtype,)
+    # FSDP2 makes empty shards of several shapes.
+    has_shape = shard.shape == other.shape or shard.numel() == other.numel() == 0
+    if shard.layout != other.layout:
+        advice = "Leave sparse=True out of nn.Embedding; SparseAdam alone steps such gradients"
+    elif other.dtype not in dtypes:
+        advice = "Reduce it in such a dtype; leave precision_aware out of fully_shard_optimizer()"
+    # torch's AdamW reduces a partial gradient of a DTensor. A plain tensor has no placements.
+    elif is_muons and getattr(param, "placements", None) != getattr(grad, "placements", None):
         advice = "Reduce a partial one: grad.redistribute(placements=param.placements)"
-        is_like = (
-            # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
-            other.dtype in (torch.float32, torch.bfloat16)
-            and shard.device == other.device
-            # FSDP2 makes empty shards of several shapes.
-            and (shard.shape == other.shape or shard.numel() == other.numel() == 0)
-            # None of a plain tensor.
-            and getattr(param, "placements", None) == getattr(grad, "placements", None)
-        )
-    if is_like and shard.layout == other.layout:
+    elif is_muons and not (has_shape and shard.device == other.device):
+        advice = "Leave it as the backward pass of the sharded model writes it"
+    else:
         return None
     return (
         f"expected a gradient like the parameter, {_description(param)}, got {_description(grad)}. "

@@ -6,6 +6,7 @@ The first rule that matches decides. A shared parameter has several names and mo
 docs/fsdp2.md has the reasons::
 
     use_muon of the parameter or its module         Muon if True, AdamW if False
+    complex numbers                                 AdamW
     convolution                                     AdamW, or Muon with ``flatten``
     other than 2 or 3 dimensions, or a side of 1    AdamW
     module is an embedding, or name matches         AdamW: embedding, head, router, norm, bias, LoRA
@@ -26,7 +27,7 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_muon.fsdp2.fused import Layout, layout_of
-from megatron_muon.fsdp2.parameters import as_split_sizes, partition_dim
+from megatron_muon.fsdp2.parameters import as_split_sizes, partition_dim, without_wrappers
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import own_rank
 
@@ -52,11 +53,6 @@ _KINDS = {
 # Regular expressions for embeddings, adapters, heads, norms, biases and routers.
 ELEMENTWISE_NAMES = tuple(_KINDS)
 
-# Modules of torch.compile, DDP, FSDP1, activation checkpointing and LoRA.
-_WRAPPERS = re.compile(
-    r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer|"
-    r"original_module|modules_to_save\.\w+)\."
-)
 _IN_BLOCK = re.compile(r"\.\d+\.[^.]+\.")
 _WEIGHT = re.compile(r"(\w*_)?(weight\w*|proj|[wv]\d+)")
 
@@ -141,12 +137,12 @@ def _occurrences(model: torch.nn.Module) -> dict[torch.Tensor, list[_Occurrence]
     """Return the occurrences of all parameters."""
     # Modules come after their wrapper.
     modules = {
-        _WRAPPERS.sub("", f"{path}.").strip("."): module
+        without_wrappers(f"{path}.").strip("."): module
         for path, module in model.named_modules(remove_duplicate=False)
     }
     occurrences: dict[torch.Tensor, list[_Occurrence]] = defaultdict(list)
     for full_name, param in model.named_parameters(remove_duplicate=False):
-        name = _WRAPPERS.sub("", full_name)
+        name = without_wrappers(full_name)
         path = name.split(".")[:-1]
         parents = [modules[".".join(path[:depth])] for depth in reversed(range(len(path)))]
         module = model.get_submodule(full_name.rpartition(".")[0])
@@ -199,7 +195,7 @@ def choose(
         evidence = "convolution" if is_convolution else "experts" if param.ndim == 3 else "linear"
         against = "convolution" if is_convolution and not flatten else None
         against = against or _evidence_against(param, uses, is_convolution)
-        against = against or _name_against([name, *(o.name for o in uses)], elementwise_names)
+        against = against or name_against([name, *(o.name for o in uses)], elementwise_names)
         if has_defaults and not against:
             if any(o.is_router for o in uses):
                 against = "router"
@@ -242,6 +238,8 @@ def _evidence_against(
     param: torch.Tensor, uses: Sequence[_Occurrence], is_convolution: bool
 ) -> str | None:
     """Return the reason of shape or module that a parameter is no matrix, or None."""
+    if param.is_complex():
+        return "complex"
     if not is_convolution and param.ndim not in (2, 3):
         return "vector" if param.ndim < 2 else f"{param.ndim} dimensions"
     if 1 in (param.shape[:2] if is_convolution else param.shape[-2:]):
@@ -249,7 +247,7 @@ def _evidence_against(
     return "embedding" if any(o.is_embedding for o in uses) else None
 
 
-def _name_against(names: Sequence[str], patterns: Iterable[str]) -> str | None:
+def name_against(names: Sequence[str], patterns: Iterable[str]) -> str | None:
     """Return the kind of the first pattern that one of the names matches, or None."""
     for pattern in patterns:
         if any(re.search(pattern, name) for name in names):
@@ -352,6 +350,30 @@ def as_groups(
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
+def _splits_of(choice: Choice) -> str:
+    """Return the form of splits for a fused matrix."""
+    *_, leaf = without_wrappers(choice.name).removesuffix(".weight").split(".")
+    half = choice.param.shape[-1 if choice.layout.get("transposed") else -2] // 2
+    sizes = (half, half // 2, half // 2) if "q" in leaf and "v" in leaf else (half, half)
+    return f', or the outputs of its parts, as splits={{r"\\b{leaf}\\b": {sizes}}}'
+
+
+def refuse_to_guess(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ValueError for parameters whose names and shapes are not those of matrices."""
+    for group in groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        for name, param in zip(names, group["params"], strict=True):
+            kind = name_against([name], ELEMENTWISE_NAMES) if name else "no name"
+            if param.ndim not in (2, 3) and not group.get("flatten"):
+                kind = f"shape {tuple(param.shape)}"
+            if kind:
+                raise ValueError(
+                    f"{name or 'params'}: expected matrices with names, or groups with algorithm, "
+                    f"got {kind}. Write MuonAdamW.from_model(model, ...), or where a configuration "
+                    "names the optimizer megatron_muon.fsdp2.from_parameters"
+                )
+
+
 def _log(choices: Sequence[Choice]) -> None:
     """Log a line per kind of choice, and the names of unclear parameters."""
     if own_rank() != 0:
@@ -367,9 +389,10 @@ def _log(choices: Sequence[Choice]) -> None:
         lines.append(f"{kind}: {len(members)} parameters, {num_elements:,} elements: {names}")
         if members[0].is_unclear:
             logger.warning(
-                "%s: unclear whether they are matrices of their own, so %s. Set use_muon on a "
-                "parameter or its module, or pass elementwise_names or splits, to choose otherwise",
+                "%s: unclear whether they are matrices of their own, so %s. To choose otherwise, "
+                "set use_muon on a parameter or its module, or pass elementwise_names%s",
                 names,
                 kind,
+                _splits_of(members[0]) * (members[0].algorithm == "muon"),
             )
     logger.warning("optimizers by parameter:\n  %s", "\n  ".join(lines))

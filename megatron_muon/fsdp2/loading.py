@@ -3,24 +3,32 @@
 """Validation of optimizer states on load."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import as_split_sizes, planned_parameters
-from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
-from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.fsdp2.parameters import (
+    as_split_sizes,
+    planned_parameters,
+    without_wrappers,
+)
+from megatron_muon.fsdp2.settings import PLANNED, key_problems
+from megatron_muon.runtime.agreement import (
+    first_line,
+    gather_objects,
+    raise_where_any_rank_fails,
+)
+from megatron_muon.runtime.tensors import sharding_of
 from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
 
-# Keys of a parameter group that decide the plan: the values of construction stay. A group without
-# them gets none: a checkpoint of torch.optim.Muon has no such keys.
-PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
 # Keys of a parameter's state in Muon, the second only if it is adaptive.
 _MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER}
 _KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
+_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
+_POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
 ADVICE = (
     "Nothing was loaded. Choose algorithms and groups as the run that saved did, or load the "
     "weights alone, or set fresh_if_moved of the optimizer to True: parameters that have moved get "
@@ -62,22 +70,21 @@ def arranged(
             # From a flat state torch makes empty dictionaries of missing entries.
             state[parameter.name] = {k: v for k, v in saved.items() if v != {}}
             problem = _problem(parameter.param, algorithms[number], current, state[parameter.name])
-            # Without a gradient a parameter of AdamW has no state.
-            if problem and (saved or key is None or current):
+            # Without a gradient a parameter of AdamW has no state. torch's checkpoints leave out
+            # parameters that were frozen since.
+            has_none = not saved and not parameter.param.requires_grad
+            if problem and not has_none and (saved or key is None or current):
                 problems.append(f"{parameter.name}: {problem}")
                 state[parameter.name] = {
                     key: torch.zeros_like(value) for key, value in current.items()
                 }
         if "lr" not in values:
             problems.append(f"group {number}: expected settings of one group, got several or none")
-        for key, default in PLANNED.items():
-            saved_value, own_value = values.get(key, default), group.get(key, default)
-            if as_split_sizes(saved_value) != as_split_sizes(own_value):
-                warnings.warn(
-                    f"group {number}: the checkpoint has {key} {saved_value}, this run "
-                    f"{own_value}, which it keeps.",
-                    stacklevel=4,
-                )
+        problems += [
+            f"group {number}: {problem}, or remove the key from the groups of the state"
+            for problem in key_problems(values, algorithms[number], optimizer._settings)
+        ]
+        _warn_of_layouts(number, values, group)
         # Keys that a checkpoint of an earlier torch lacks come from this run, and so do names.
         if len(problems) > num_problems:
             values = {}
@@ -87,6 +94,21 @@ def arranged(
         warnings.warn("fresh state, or values of this run:\n" + "\n".join(problems), stacklevel=4)
         problems = []
     return {**state_dict, "state": state, "param_groups": groups}, problems
+
+
+def _warn_of_layouts(number: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Warn where a group has another layout in a state; that of construction stays.
+
+    A checkpoint of torch.optim.Muon has none.
+    """
+    for key, default in PLANNED.items():
+        values = saved.get(key, default), own.get(key, default)
+        if as_split_sizes(values[0]) != as_split_sizes(values[1]):
+            warnings.warn(
+                f"group {number}: the checkpoint has {key} {values[0]}, this run {values[1]}, "
+                "which it keeps.",
+                stacklevel=5,
+            )
 
 
 def _saved_params(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
@@ -101,8 +123,18 @@ def _saved_params(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str
         for name, key in zip(group.get("param_names", ()), group["params"], strict=False)
         if isinstance(key, int)
     }
-    if saved.keys() & set(names):
-        return saved
+    own_names = [*map(without_wrappers, names)]
+    counts, own_counts = Counter(map(without_wrappers, saved)), Counter(own_names)
+    # torch.compile or activation checkpointing may have been switched on or off since.
+    by_own_name = {
+        own: value for name, value in saved.items() if counts[own := without_wrappers(name)] == 1
+    }
+    matched = {
+        name: saved.get(name) or by_own_name.get(own if own_counts[own] == 1 else name)
+        for name, own in zip(names, own_names, strict=True)
+    }
+    if any(matched.values()):
+        return {name: value for name, value in matched.items() if value}
     params = [(key, group) for group in saved_groups for key in group["params"]]
     if len(params) != len(names):
         raise ValueError(f"param_groups: expected {len(names)} parameters, got {len(params)}")
@@ -122,13 +154,60 @@ def _problem(
     ]
     if len(set(shapes)) > 1:
         return f"expected {MOMENT2_BUFFER} of {shapes[0]}, got {shapes[1]}"
-    sharding = _sharding(saved.get("momentum_buffer", param))
-    if sharding != _sharding(param):
+    sharding = sharding_of(saved.get("momentum_buffer", param))
+    if sharding != sharding_of(param):
         return (
-            f"expected momentum of {_sharding(param)}, got {sharding}. Load through "
+            f"expected momentum of {sharding_of(param)}, got {sharding}. Load through "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
     return None
+
+
+def incomplete_states(
+    algorithms: Iterable[str],
+    groups: Iterable[Mapping[str, Any]],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+) -> list[str]:
+    """List parameters of AdamW and Lion whose state lacks a tensor, a sentence each."""
+    return [
+        f"group {number}, parameter {index}: expected {sorted(keys)} of {algorithm}, or no state, "
+        f"got {sorted(values)}. Remove all of it for a fresh state"
+        for number, (algorithm, group) in enumerate(zip(algorithms, groups, strict=True))
+        if (keys := _KEYS.get(algorithm))
+        for index, param in enumerate(group["params"])
+        if (values := state.get(param)) and not keys <= values.keys()
+    ]
+
+
+def after_pre_hooks(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
+    """Return a state as the hooks of its load leave it, and their errors."""
+    state_dict = dict(state_dict)
+    try:
+        for hook in getattr(optimizer, _PRE_HOOKS).values():
+            changed = hook(optimizer, state_dict)
+            state_dict = state_dict if changed is None else changed
+    # Any error: other ranks go on to collectives.
+    except Exception as error:
+        return state_dict, [first_line(error)]
+    return state_dict, []
+
+
+def load_between_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load as torch does, without hooks: they are called before anything is compared, and last."""
+    hooks = {kind: getattr(optimizer, kind) for kind in (_PRE_HOOKS, _POST_HOOKS)}
+    vars(optimizer).update({kind: {} for kind in hooks})
+    try:
+        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+    finally:
+        vars(optimizer).update(hooks)
+
+
+def call_post_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the hooks of the end of a load."""
+    for hook in getattr(optimizer, _POST_HOOKS).values():
+        hook(optimizer)
 
 
 def load_together(
@@ -136,28 +215,37 @@ def load_together(
     optimizer: Any,  # noqa: ANN401
     algorithms: Sequence[str],
     state_dict: Mapping[str, Any],
+    problems: list[str],
 ) -> None:
     """Load a state on all ranks that step together, or raise on all of them.
+
+    A state without entries on any rank is one of before the first step.
 
     Args:
         muon: Steps the matrices.
         optimizer: The optimizer around it, or the same.
         algorithms: Algorithms of its parameter groups.
-        state_dict: Its state.
+        state_dict: Its state, with its errors, of ``after_pre_hooks()``.
+        problems: These errors.
 
     Raises:
         RuntimeError: On all ranks, with the problems. State and groups are unchanged.
 
-    Communication: a flag over the ranks that step together.
+    Communication: a gather of objects, and a flag, over the ranks that step together.
     """
+    has_state = bool(problems or state_dict.get("state", True))
+    if muon._holders:
+        has_state = any(gather_objects(has_state, muon.muon_step.group))
     before = optimizer.state, optimizer.param_groups
     # The state views these tensors, and a load copies into them.
     moments: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         moments += [(each.values, each.values.clone()) for each in muon.engine.moments]
-        new_state, problems = arranged(optimizer, algorithms, state_dict, muon.state)
         if not problems:
-            torch.optim.Optimizer.load_state_dict(optimizer, new_state)
+            fresh = muon.state if has_state else {}
+            new_state, problems = arranged(optimizer, algorithms, state_dict, fresh)
+        if not problems:
+            load_between_hooks(optimizer, new_state)
             # Again: torch has loaded these tensors in the dtype of the parameter.
             for parameter in planned_parameters(optimizer.param_groups):
                 loaded = optimizer.state[parameter.param]
@@ -180,9 +268,8 @@ def load_together(
             values.copy_(old)
         raise
     muon.state, muon._is_changing = optimizer.state, False
-
-
-def _sharding(tensor: torch.Tensor) -> str:
-    """Describe how a tensor is sharded."""
-    text = f"local shape {tuple(local_tensor(tensor).shape)}"
-    return f"{text}, {tensor.placements}" if isinstance(tensor, DTensor) else text
+    muon.muon_step.removed.clear()
+    if not has_state and optimizer is not muon:
+        optimizer.state = defaultdict(dict)
+    optimizer._has_stepped = has_state
+    call_post_hooks(optimizer)

@@ -18,9 +18,15 @@ from megatron_muon.fsdp2.gradients import (
     by_holders,
     refuse_grad_scaler,
 )
-from megatron_muon.fsdp2.loading import load_together
+from megatron_muon.fsdp2.loading import after_pre_hooks, load_together
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
-from megatron_muon.fsdp2.settings import MuonArguments, check_values
+from megatron_muon.fsdp2.settings import (
+    MuonArguments,
+    check_values,
+    group_problems,
+    key_problems,
+    layouts_of,
+)
 from megatron_muon.fsdp2.validation import parameter_problems
 from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
@@ -30,6 +36,11 @@ from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.step.dependencies import dependency_problems, environment_problems
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
+
+_REPLANNED = (
+    "param_groups: expected split_sizes, transposed and flatten of construction, which decide the "
+    "plan, got others. Build a new optimizer"
+)
 
 
 class Muon(WholeMatrixMuon):
@@ -158,6 +169,7 @@ class Muon(WholeMatrixMuon):
             momentum_dtype=momentum_dtype,
             offload_momentum=offload_momentum,
         )
+        self._settings = {**vars(arguments), "algorithm": "muon"}
         problems = arguments.problems()
         try:
             super().__init__(
@@ -198,6 +210,7 @@ class Muon(WholeMatrixMuon):
         )
         self.engine = self.muon_step.engine
         self._holders = by_holders(self.muon_step.plan_inputs, others, replicas or tensor_group)
+        self._layouts = layouts_of(self.param_groups)
         self._is_built = True
 
     def record_metrics(self, is_on: bool = True) -> None:
@@ -222,7 +235,14 @@ class Muon(WholeMatrixMuon):
                 "exchange, got more. Build a new optimizer with all of them."
             )
         check_values({**self.defaults, **param_group})
+        if problems := key_problems(param_group, "muon", self._settings):
+            raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups; state that was removed is fresh, as in the next step."""
+        self.muon_step.follow_state()
+        return super().state_dict()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as object's
         """Refuse to be copied or pickled: process groups cannot be."""
@@ -240,10 +260,12 @@ class Muon(WholeMatrixMuon):
             RuntimeError: On all ranks, when one cannot load its state, or a parameter gets no
                 momentum, or momentum with other shards. The old state stays.
 
-        Communication: a flag over the ranks that step together.
+        Communication: see ``load_together()``.
         """
-        load_together(self, self, ["muon"] * len(self.param_groups), state_dict)
+        algorithms = ["muon"] * len(self.param_groups)
+        load_together(self, self, algorithms, *after_pre_hooks(self, state_dict))
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update parameters and momentum by their gradients; called by all ranks together.
@@ -265,7 +287,9 @@ class Muon(WholeMatrixMuon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_overlapped(None)
+        algorithms = ["muon"] * len(self.param_groups)
+        problems = group_problems(self.param_groups, algorithms, self._settings)
+        self._step_overlapped(None, problems)
         return loss
 
     @torch.no_grad()
@@ -289,10 +313,11 @@ class Muon(WholeMatrixMuon):
         problems = [*problems, *self.muon_step.reserve(others)]
         if self._is_changing:
             problems.append(INTERRUPTED)
+        if layouts_of(self.param_groups) != self._layouts:
+            problems.append(_REPLANNED)
         try:
-            without = agree_to_step(
-                self._holders, self.muon_step.group, self.muon_step.device, problems
-            )
+            step = self.muon_step
+            without = agree_to_step(self._holders, step.group, step.device, problems, step.removed)
         except RuntimeError:
             self.muon_step.release()
             raise

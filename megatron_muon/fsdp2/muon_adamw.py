@@ -4,8 +4,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -13,17 +13,33 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
-from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose
-from megatron_muon.fsdp2.loading import ADVICE, PLANNED, arranged, load_together
+from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose, refuse_to_guess
+from megatron_muon.fsdp2.loading import (
+    ADVICE,
+    after_pre_hooks,
+    arranged,
+    call_post_hooks,
+    incomplete_states,
+    load_between_hooks,
+    load_together,
+)
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
-from megatron_muon.fsdp2.settings import MuonArguments, check_values
-from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
+from megatron_muon.fsdp2.settings import (
+    PLANNED,
+    MuonArguments,
+    check_values,
+    group_problems,
+    key_problems,
+)
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
 from megatron_muon.runtime.plan_runner import profiler_range
-from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import elementwise_bytes
+from megatron_muon.step.elementwise import (
+    elementwise_bytes,
+    state_of_empty_shards,
+    step_without_hooks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +61,11 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. A group may have
-            ``algorithm``: ``muon``, the default, with the keys of ``Muon``; ``adamw``, with the
-            keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to ``algorithms``:
-            groups then equal the groups of ``Muon`` and AdamW, so that states of the two separate
-            optimizers load.
+            ``algorithm``: ``muon``, the default beside groups that have one, with the keys of
+            ``Muon``; ``adamw``, with the keys of ``torch.optim.AdamW``; ``lion``, with ``betas``.
+            It moves to ``algorithms``: groups then equal the groups of ``Muon`` and AdamW, so that
+            states of the two separate optimizers load. If no group has one, parameters are matrices
+            with names, for Muon.
         lr: Learning rate, also of AdamW's groups that have none.
         momentum: Weight of Muon's momentum.
         weight_decay: Coefficient, also of AdamW's groups that have none.
@@ -69,7 +86,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Raises:
         TypeError: An unknown argument, or a list that ``Muon`` would not take.
-        ValueError: An unknown algorithm, a parameter twice, or an argument that AdamW refuses.
+        ValueError: An unknown algorithm, parameters without algorithm that may be no matrices, a
+            key that no step reads, a parameter twice, or an argument that AdamW refuses.
 
     Communication: none at construction. Steps as ``Muon``; the first step or load also as its
         construction. AdamW and Lion communicate nothing.
@@ -79,6 +97,8 @@ class MuonAdamW(torch.optim.Optimizer):
     # torch.amp.GradScaler then always calls step(), which refuses it.
     _step_supports_amp_scaling = True
     fresh_if_moved: bool = False
+    # Whether there is state of Muon: from the first step on.
+    _has_stepped: bool = False
 
     def __init__(
         self,
@@ -99,10 +119,12 @@ class MuonAdamW(torch.optim.Optimizer):
         del known["others"]
         if unknown := sorted(muon_options.keys() - known.keys()):
             raise TypeError(
-                f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out; "
-                "AdamW's are elementwise_options of from_model(), or keys of a group"
+                f"MuonAdamW: expected arguments of Muon, or betas, eps, foreach or fused of AdamW, "
+                f"got {unknown}. Leave them out; AdamW's others are elementwise_options of "
+                "from_model(), or keys of a group"
             )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
+        self._settings = {**known, **self._options, "algorithm": "muon"}
         listed = list(params)
         is_chosen = any(isinstance(each, dict) and "algorithm" in each for each in listed)
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
@@ -121,6 +143,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self._reasons: dict[str, str] = {}
         # torch refuses an empty list, as of a pipeline stage.
         super().__init__(listed or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
+        if listed and not is_chosen:
+            refuse_to_guess(self.param_groups)
         if listed and not is_chosen and own_rank() == 0:
             logger.warning(
                 "MuonAdamW: no group names its algorithm, so Muon steps all parameters, embeddings "
@@ -204,6 +228,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for key, value in self._defaults[algorithm].items():
             param_group.setdefault(key, value)
         check_values(param_group)
+        if problems := key_problems(param_group, algorithm, self._settings):
+            raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
         if algorithm != "muon":
             # A default that is there for schedules, see _elementwise().
@@ -250,12 +276,17 @@ class MuonAdamW(torch.optim.Optimizer):
             self._planned = self._ids()
             self.muon = muon
         self.muon.param_groups = self._groups("muon")
+        if self._has_stepped:
+            # Users may have replaced it.
+            self.muon.state = self.state
         return self.muon
 
     def _ids(self) -> list[int]:
         """Identify all parameters; the plan keeps them alive."""
         return [id(param) for group in self.param_groups for param in group["params"]]
 
+    # Private, but its public form imports torch's compiler at once.
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters by their gradients; called by all ranks together.
@@ -275,24 +306,34 @@ class MuonAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         refuse_grad_scaler(self)
+        if not isinstance(self.state, defaultdict):
+            self.state = defaultdict(dict, self.state)
         muon = self._plan()
 
         def step_others() -> None:
             """Step AdamW's and Lion's parameters."""
             with profiler_range("elementwise"):
                 for other in others:
-                    with _state_of_empty_shards(other):
-                        other.step()
+                    with state_of_empty_shards(other):
+                        step_without_hooks(other)
 
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
-        problems = [] if self._ids() == self._planned else [_CHANGED]
+        problems = group_problems(self.param_groups, self.algorithms, self._settings)
+        problems += incomplete_states(self.algorithms, self.param_groups, self.state)
+        problems += [] if self._ids() == self._planned else [_CHANGED]
         muon._step_overlapped(step_others, problems, memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
-        if muon.state is not self.state:
-            self.state.update(muon.state)
-            muon.state = self.state
+        if not self._has_stepped:
+            self.state.update({param: values for param, values in muon.state.items() if values})
+            self._has_stepped = True
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups; state that was removed is fresh, as in the next step."""
+        if self._has_stepped and self.state:
+            self._plan().muon_step.follow_state()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all groups; called by all ranks together.
@@ -307,9 +348,11 @@ class MuonAdamW(torch.optim.Optimizer):
         Communication: a flag over the ranks that step together; at first also two gathers of
             objects over the job, and the construction of ``Muon``.
         """
+        state_dict, problems = after_pre_hooks(self, state_dict)
+        has_state = bool(problems or state_dict.get("state", True))
         # A rank without parameters and state plans with the others.
-        if self.muon is not None or any(gather_objects(bool(state_dict.get("state", True)))):
-            load_together(self._plan(), self, self.algorithms, state_dict)
+        if self.muon is not None or any(gather_objects(has_state)):
+            load_together(self._plan(), self, self.algorithms, state_dict, problems)
             return
         try:
             new_state, problems = arranged(self, self.algorithms, state_dict, {})
@@ -319,11 +362,12 @@ class MuonAdamW(torch.optim.Optimizer):
         of_all_ranks = dict.fromkeys(itertools.chain(*gather_objects(problems)))
         if of_all_ranks:
             raise RuntimeError("\n".join([*of_all_ranks, ADVICE]))
-        super().load_state_dict(new_state)
+        load_between_hooks(self, new_state)
         # torch keeps an entry for every parameter: state_dict() then looks for parameters that
         # accelerate replaces after it has loaded this state.
         for param in [param for param, values in self.state.items() if not values]:
             del self.state[param]
+        call_post_hooks(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles, until the exchange is planned."""
@@ -334,28 +378,6 @@ class MuonAdamW(torch.optim.Optimizer):
                 "MuonAdamW: expected no copy after the first step, or with process groups, which "
                 "cannot be copied. Build another one, and load the state of this one."
             )
-        names = ("_defaults", "_options", "algorithms", "muon", "_planned", "_reasons")
+        names = ("_defaults", "_options", "_settings", "algorithms", "muon", "_planned", "_reasons")
         attributes = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **attributes, "_inner": {}}
-
-
-@contextmanager
-def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer step empty shards whose gradients have another empty shape, or are missing.
-
-    Megatron-FSDP's version 1 gives them no gradients, and its checkpoints gather every tensor of
-    every state: they hang where a rank lacks some of them.
-    """
-    empty = [
-        (param, param.grad)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if not local_tensor(param).numel() and (param.grad is not None or is_of_fsdp_v1(param))
-    ]
-    for param, _ in empty:
-        param.grad = torch.zeros_like(param)
-    try:
-        yield
-    finally:
-        for param, grad in empty:
-            param.grad = grad

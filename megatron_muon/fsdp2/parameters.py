@@ -11,6 +11,7 @@ copies (replicas).
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,6 +39,17 @@ from megatron_muon.rows.parameters import (
 )
 from megatron_muon.runtime.agreement import gather_objects, own_rank
 from megatron_muon.runtime.tensors import local_tensor
+
+# Modules of torch.compile, DDP, FSDP1, activation checkpointing and LoRA.
+_WRAPPERS = re.compile(
+    r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer|"
+    r"original_module|modules_to_save\.\w+)\."
+)
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a parameter without modules that wrap others."""
+    return _WRAPPERS.sub("", name)
 
 
 def as_split_sizes(sizes: Any) -> Any:  # noqa: ANN401 - not validated yet

@@ -1,18 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Keyword arguments of Muon, as settings of its step."""
+"""Keyword arguments of Muon, as settings of its step, and keys of parameter groups."""
 
+import difflib
+import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from emerging_optimizers.utils import FP32MatmulPrecT
 
+from megatron_muon.fsdp2.parameters import as_split_sizes
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.step.elementwise import SCALE_MODES, WEIGHT_DECAY_METHODS, scale_function
@@ -38,6 +43,109 @@ def check_values(group: Mapping[str, Any]) -> None:
                 f"{name}: expected a number, at least 0 and less than {end}, got {value!r}. Pass "
                 "another"
             )
+
+
+# Keys of other optimizers, such as torch.optim.Muon, dion, xtuner and nanochat, with their names
+# here.
+_RENAMED = {
+    "adjust_lr": "scale_mode",
+    "adjust_lr_fn": "scale_mode",
+    "beta1": "betas",
+    "cautious_wd": "weight_decay_method",
+    "epsilon": "eps",
+    "kind": "algorithm",
+    "learning_rate": "lr",
+    "mu": "momentum",
+    "muon_split_sizes": "split_sizes",
+    "newton_schulz_func": "newton_schulz",
+    "ns_coefficients": "coefficient_type",
+    "ns_steps": "num_ns_steps",
+    "num_experts": "split_sizes",
+    "num_heads": "split_sizes",
+    "splits": "split_sizes",
+    "use_muon": "algorithm",
+    "wd": "weight_decay",
+}
+# Keys of a group of Muon that decide the plan, with their defaults.
+PLANNED: Mapping[str, Any] = {"split_sizes": None, "transposed": False, "flatten": False}
+_ADAMW = frozenset(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
+# OneCycleLR and CyclicLR set momentum in all groups.
+_COMMON = {"params", "param_names", "lr", "weight_decay", "momentum"}
+# Keys that a step reads, by algorithm.
+_READ = {
+    "muon": _COMMON | PLANNED.keys(),
+    "adamw": _COMMON | _ADAMW | {"decoupled_weight_decay"},
+    "lion": _COMMON | {"betas"},
+}
+
+
+def key_problems(
+    group: Mapping[str, Any], algorithm: str, settings: Mapping[str, Any]
+) -> list[str]:
+    """List keys of a parameter group that a step would ignore, a sentence each.
+
+    Tools add keys of their own, such as ``initial_lr`` or ``lr_scale``: all are accepted except
+    arguments of optimizers, and misspelled keys.
+
+    Args:
+        group: The group, or one that is loaded.
+        algorithm: Its algorithm.
+        settings: Settings that all groups of Muon share, by name.
+    """
+    problems = []
+    for key, value in group.items():
+        if key in _READ[algorithm] or (remedy := _remedy(key, algorithm)) is None:
+            continue
+        expected = f"no such key in a group of {algorithm}"
+        if algorithm == "muon" and key in settings:
+            own = settings[key]
+            if value is own or (isinstance(value, bool | float | int | str) and value == own):
+                continue
+            expected = f"{own!r}, the setting of all groups of Muon"
+        problems.append(f"{key}: expected {expected}, got {value!r}. {remedy}")
+    return problems
+
+
+def layouts_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the keys that decide the plan, by group of Muon."""
+    return [
+        {key: as_split_sizes(group.get(key, value)) for key, value in PLANNED.items()}
+        for group in groups
+        if group["params"]
+    ]
+
+
+def group_problems(
+    groups: Sequence[Mapping[str, Any]], algorithms: Iterable[str], settings: Mapping[str, Any]
+) -> list[str]:
+    """List keys that a step would ignore; see ``key_problems()``."""
+    return [
+        f"group {number}: {problem}"
+        for number, (group, algorithm) in enumerate(zip(groups, algorithms, strict=True))
+        for problem in key_problems(group, algorithm, settings)
+    ]
+
+
+@functools.cache
+def _remedy(key: str, algorithm: str) -> str | None:
+    """Return the remedy for a key that no step reads, or None for the key of a tool."""
+    read, name = _READ[algorithm], _RENAMED.get(key, key)
+    ours = MuonArguments.__dataclass_fields__.keys()
+    classes = (AdaptiveMuon, torch.optim.Muon, torch.optim.SGD, torch.optim.AdamW)
+    theirs = {name for each in classes for name in inspect.signature(each).parameters}
+    if name == "algorithm":
+        return "Pass algorithm, with muon, adamw or lion, in the groups of a new MuonAdamW"
+    if name in read:
+        return f"Call it {name}"
+    if algorithm == "muon" and name in ours:
+        return f"Pass {name} to the constructor, or step these parameters with another optimizer"
+    if name in ours | theirs | PLANNED.keys():
+        return "Leave it out, or choose another algorithm for these parameters"
+    near = difflib.get_close_matches(key, read | ours | theirs | {"algorithm"}, 1, 0.85)
+    # max_momentum is the key of a schedule, momentun is none.
+    if not near or set(near[0].split("_")) <= set(key.split("_")):
+        return None
+    return f"Write {near[0]}; a key of your own needs a name that differs more"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,14 @@ def _tensor_problem(parameter: PlannedParameter, device: torch.device) -> str | 
             "backward pass, as modules hold gathered copies in between; under DDP pass "
             "process_group, the ranks with copies of the model"
         )
+    try:
+        local.untyped_storage().data_ptr()
+    # A class without storage, as of quantized weights.
+    except (NotImplementedError, RuntimeError):
+        return (
+            "expected a tensor with memory of its own, or one that wraps a tensor of its shape and "
+            f"dtype, got {type(local).__name__}. Step it with AdamW"
+        )
     if param.dtype not in (torch.float32, torch.bfloat16):
         return (
             f"expected float32 or bfloat16, got {param.dtype}. Keep parameters in float32 and "

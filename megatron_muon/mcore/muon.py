@@ -274,9 +274,12 @@ class TensorParallelMoments(SecondMoments):
         super().create(state)
         for param, (moments, index) in self._places.items():
             # Ranks with empty shards have it too, as a save needs equal keys on all ranks.
-            if self._num_rows(moments, index) and "moment2_rows" not in state[param]:
+            num_rows = self._num_rows(moments, index)
+            if num_rows and "moment2_rows" not in state[param]:
                 is_joined = self._muon.is_joined(param)
                 state[param]["moment2_rows"] = _rows_like(param, is_joined=is_joined)
+                first, _ = moments.range_of(index)
+                moments.values[first : first + num_rows] = 0.0
 
     def _num_rows(self, moments: Moments, index: int) -> int:
         """Return the rows of tall and square blocks, which have a number per row."""

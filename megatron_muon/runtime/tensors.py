@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def as_shard(
@@ -25,7 +27,36 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     ``DTensor.to_local`` makes a view, and passes through autograd and the dispatcher to do so.
     """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # A dictionary lookup in place of calls: it runs for every parameter of every step.
+    return inner_tensor(local) if type(local) not in _WITH_STORAGE else local
+
+
+# Of emerging-optimizers' and torch's own parameters; other classes may wrap a tensor.
+_WITH_STORAGE = {torch.Tensor, torch.nn.Parameter}
+
+
+def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the only tensor that a tensor without storage wraps, or the tensor itself.
+
+    FSDP2 gathers such parameters in another form: torchao's float8 weights wrap a tensor of high
+    precision. Updates of that tensor are updates of the parameter.
+    """
+    # Those of collectives may be in flight.
+    if not is_traceable_wrapper_subclass(tensor) or isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()
+    inner = [local_tensor(getattr(tensor, name)) for name in names]
+    is_like = len(inner) == 1 and (inner[0].shape, inner[0].dtype) == (tensor.shape, tensor.dtype)
+    return inner[0] if is_like else tensor
+
+
+def sharding_of(tensor: torch.Tensor) -> str:
+    """Describe the shard of a rank."""
+    local = local_tensor(tensor)
+    # Sizes of an empty shard vary.
+    text = f"local shape {tuple(local.shape) if local.numel() else 'empty'}"
+    return f"{text}, {tensor.placements}" if isinstance(tensor, DTensor) else text
 
 
 def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

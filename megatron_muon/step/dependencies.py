@@ -69,7 +69,11 @@ def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     )
     from emerging_optimizers.utils import fp32_matmul_precision
 
-    from megatron_muon.step.elementwise import WEIGHT_DECAY_METHODS, advance_momentum
+    from megatron_muon.step.elementwise import (
+        WEIGHT_DECAY_METHODS,
+        advance_momentum,
+        step_without_hooks,
+    )
 
     start = torch.tensor([[3.0, 1.0, -2.0], [0.5, 4.0, 1.0]], dtype=torch.float32, device="cpu")
     group = {"lr": 0.5, "momentum": 0.75, "weight_decay": 0.25}
@@ -90,7 +94,7 @@ def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         own, momentum = start.clone(), torch.zeros_like(start)
         for grad in (start.square(), start.flip(0)):
             param.grad = grad.clone()
-            muon.step()
+            step_without_hooks(muon)
             (update,) = advance_momentum(
                 group,
                 [own],

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elementwise parts of a step: decay, momentum, scale factors; memory of other optimizers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -10,6 +11,7 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
 
 from megatron_muon.newton_schulz.settings import Scale
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.runtime.arena import OtherBytes
 from megatron_muon.runtime.tensors import local_tensor
 
@@ -125,6 +127,38 @@ def scale_function(mode: str, extra_factor: float) -> Scale:
         return by_shape, factor * extra_factor
 
     return scale
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer that no user has made.
+
+    torch calls hooks of all optimizers around every ``step()``. Source: torch 2.15,
+    torch/optim/optimizer.py, Optimizer.profile_hook_step.
+    """
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+@contextmanager
+def state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer step empty shards whose gradients have another empty shape, or are missing.
+
+    Megatron-FSDP's version 1 gives them no gradients, and its checkpoints gather every tensor of
+    every state: they hang where a rank lacks some of them.
+    """
+    empty = [
+        (param, param.grad)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if not local_tensor(param).numel() and (param.grad is not None or is_of_fsdp_v1(param))
+    ]
+    for param, _ in empty:
+        param.grad = torch.zeros_like(param)
+    try:
+        yield
+    finally:
+        for param, grad in empty:
+            param.grad = grad
 
 
 def elementwise_bytes(

@@ -294,8 +294,12 @@ class MatrixStep:
         self._copy_back.wait_for_all()
         self.arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
-            self._forget()
-            self.engine.forget()
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop the views of the step before, and the memory that they keep."""
+        self._forget()
+        self.engine.forget()
 
     def wait_for_copies(self) -> None:
         """Let the host wait until momentum in CPU memory may be read or written."""

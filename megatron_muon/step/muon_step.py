@@ -4,6 +4,7 @@
 
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_muon.runtime.agreement import (
 )
 from megatron_muon.runtime.arena import NOTHING, OtherBytes, is_out_of_memory
 from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
-from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.runtime.tensors import local_tensor, sharding_of
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.plan_inputs import find_plan_inputs
@@ -85,6 +86,7 @@ class MuonStep:
         engine: Orthogonalizes matrices.
         group: Ranks that step together, as agreed; None if that is the whole job.
         plan_inputs: Plans of this rank, and their parameters.
+        removed: Parameters whose state was removed since the last step, and is fresh.
 
     Raises:
         RuntimeError: On all ranks, when one has a problem, ranks have different settings,
@@ -169,6 +171,13 @@ class MuonStep:
         for optimizer, group in groups:
             optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
         self.complete_state(self.state())
+        self.removed: set[torch.Tensor] = set()
+        # Optimizer, parameter and shards of its state; and the tensors of before, if they exist.
+        self._stored = [
+            (optimizer_of[param], param, self._shards_of(optimizer_of[param].state[param]))
+            for param in self._params
+        ]
+        self._followed: list[Any] = []
 
     def _state_of(self, position: int) -> Mapping[str, Any]:
         optimizer, param = self._held[position]
@@ -180,12 +189,70 @@ class MuonStep:
             return self.optimizers[0].state
         return {param: each.state[param] for each in self.optimizers for param in each.state}
 
-    def complete_state(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+    def complete_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Add what is missing to a state that was created or loaded, in the dtypes of this run."""
-        self._main_params.create(state)
-        self._moments.create(state)
+        own = {param: state.setdefault(param, {}) for param in self._params}
+        for param, values in own.items():
+            if "momentum_buffer" not in values:
+                values["momentum_buffer"] = torch.zeros_like(param.detach())
+        self._main_params.create(own)
+        self._moments.create(own)
         dtype, in_cpu_memory = self._step.momentum_dtype, self._step.offload_momentum
-        place_momentum(state, dtype, in_cpu_memory=in_cpu_memory)
+        place_momentum(own, dtype, in_cpu_memory=in_cpu_memory)
+
+    def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Describe the shards of a state by name."""
+        is_anywhere = self._step.offload_momentum
+        described = {}
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                described[key] = type(value).__name__
+            elif key == "momentum_buffer" and is_anywhere:
+                described[key] = sharding_of(value)
+            else:
+                described[key] = f"{sharding_of(value)} on {local_tensor(value).device.type}"
+        return described
+
+    def follow_state(self) -> list[str]:
+        """Create state that was removed since the last step, and list tensors that do not fit.
+
+        Users own the state: they empty it between phases of a training, or replace its tensors.
+        """
+        now = [
+            tensor
+            for optimizer, param, shards in self._stored
+            for tensor in map(optimizer.state.get(param, {}).get, shards)
+        ]
+        if len(self._followed) == len(now) and all(
+            tensor is not None and ref() is tensor
+            for ref, tensor in zip(self._followed, now, strict=True)
+        ):
+            return []
+        states = [optimizer.state.setdefault(param, {}) for optimizer, param, _ in self._stored]
+        problems, removed = [], set()
+        for state, (_, param, shards) in zip(states, self._stored, strict=True):
+            actual = self._shards_of({key: state[key] for key in shards if key in state})
+            if not shards.keys() <= actual.keys():
+                removed.add(param)
+            problems += [
+                f"{self._named[param].name}: expected {key} of {shards[key]}, got {actual[key]}. "
+                "Put a tensor like the parameter there, or remove it"
+                for key in shards.keys() & actual.keys()
+                if shards[key] != actual[key]
+            ]
+        if problems:
+            return problems
+        self.removed |= removed
+        if removed:
+            # Views of what was removed would keep its memory.
+            self._matrix_step.forget()
+        self.complete_state(self.state())
+        self._followed = [
+            weakref.ref(state[key])
+            for state, (*_, shards) in zip(states, self._stored, strict=True)
+            for key in shards
+        ]
+        return []
 
     def publish_moments(self) -> None:
         """Copy second moments into the optimizer state, before a save."""
@@ -236,11 +303,12 @@ class MuonStep:
         """
         problems = self._changes()
         try:
+            problems += self.follow_state()
             self._matrix_step.reserve(others)
             if self._main_params.params and not problems:
                 self._main_params.compare(self.state())
-        # Other ranks wait for this one.
-        except (MemoryError, RuntimeError) as error:
+        # Any error: other ranks wait for this one.
+        except Exception as error:
             if not is_out_of_memory(error):
                 logger.exception("before a step:")
             problems.append(first_line(error))
@@ -291,6 +359,7 @@ class MuonStep:
             overlap_fn: Called once, when the first rows are in transit.
         """
         params = self._matrix_step.params
+        self.removed.clear()
         # Read in every step: loading replaces them, and schedulers change learning rates.
         states = [optimizer.state[param] for optimizer, param in self._held]
         weights: Sequence[torch.Tensor] = params

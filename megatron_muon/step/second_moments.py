@@ -145,9 +145,11 @@ class SecondMoments:
         """Read tensors that are not views of the values of plans: loaded, or offloaded since."""
         for param, views in self._stored.items():
             for name, view in views.items():
-                stored = state[param].get(name)
-                if stored is not None:
-                    own, stored = local_tensor(view), local_tensor(stored)
+                own, stored = local_tensor(view), state[param].get(name)
+                if stored is None:
+                    own.zero_()
+                else:
+                    stored = local_tensor(stored)
                     if own.data_ptr() == stored.data_ptr():
                         continue
                     own.copy_(stored.view_as(own))

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters of a model go to Muon, by module, names and shape."""
 
+import copy
 import logging
 from typing import Any
 
@@ -136,22 +137,38 @@ def test_head_is_known_by_the_rows_of_an_embedding():
     assert list(found.values()) == ["adamw", "muon", "muon", "adamw"]
 
 
-def test_parameters_without_groups_are_muons_with_a_warning(caplog):
-    """``MuonAdamW(model.parameters())``, as with torch, gave Muon embeddings silently."""
+def test_matrices_with_names_are_muons_with_a_warning(caplog):
+    """``MuonAdamW(model.named_parameters())`` gave Muon all of them silently."""
     matrices = [torch.nn.Parameter(torch.ones(4, 3))]
     with caplog.at_level(logging.WARNING, logger="megatron_muon"):
-        optimizer = MuonAdamW(iter(matrices))
+        optimizer = MuonAdamW(iter([("up", matrices[0])]))
     assert "Muon steps all parameters" in caplog.text
     assert "Parameter Group 0: muon" in repr(optimizer)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
-        MuonAdamW([{"params": matrices}])
-    assert "Muon steps all parameters" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megatron_muon"):
         optimizer = MuonAdamW([{"params": matrices}, {"params": [], "algorithm": "adamw"}])
     assert not caplog.text
     assert "Parameter Group 1: adamw" in repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (lambda model: model.parameters(), "params: expected matrices with names, or groups"),
+        (lambda model: [model.up.weight], "got no name"),
+        (lambda model: [{"params": model.parameters(), "weight_decay": 0.1}], "got no name"),
+        (lambda model: model.named_parameters(), "embed.weight: expected matrices with names"),
+        (lambda model: [("up", model.up.weight), ("b", model.up.bias)], "b: expected matrices"),
+        (lambda model: [("conv", model.conv.weight)], "got shape (8, 3, 2, 2)"),
+        (lambda model: [("lm_head.weight", model.up.weight)], "got head"),
+    ],
+)
+def test_parameters_without_algorithm_are_refused_at_construction(params, said):
+    """A trainer that passes them failed in the first step, or gave Muon embedding and head."""
+    with pytest.raises(ValueError) as error:
+        MuonAdamW(params(mixed_model()), lr=0.1, betas=(0.9, 0.95))
+    for text in (said, "MuonAdamW.from_model(model, ...)", "megatron_muon.fsdp2.from_parameters"):
+        assert text in str(error.value)
 
 
 def test_tensors_that_are_no_matrices_are_stepped_by_adamw(caplog):
@@ -266,6 +283,55 @@ def test_attention_is_split_where_its_module_says_the_sizes(layer, sizes, caplog
         ((found, is_transposed),) = layouts(layer).values()
     assert (found, is_transposed) == (sizes, False)
     assert ("fused, in one matrix" in caplog.text) == (sizes is None)
+
+
+@pytest.mark.parametrize(
+    ("key", "sizes"),
+    [
+        ("wqkv", (32, 16, 16)),
+        ("w13", (32, 32)),
+        ("w12", (32, 32)),
+        ("w1_w3", (32, 32)),
+        ("w31_proj", (32, 32)),
+        ("to_kv", (32, 32)),
+        ("gate_and_up", (32, 32)),
+    ],
+)
+def test_warning_of_a_fused_name_has_the_form_of_splits(key, sizes, caplog):
+    """Gate and up of such names were one matrix without a word, and splits had no example."""
+    model = modules(mlp=modules(**{key: linear(8, 64)}), norm=modules(w2=linear(8, 8)))
+    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
+        parameter_groups(model)
+    form = f'splits={{r"\\b{key}\\b": {sizes}}}'
+    assert "fused, in one matrix" in caplog.text and form in caplog.text
+    found = layouts(model, splits={rf"\b{key}\b": sizes})
+    assert found == {f"mlp.{key}.weight": (sizes, False), "norm.w2.weight": (None, False)}
+
+
+def test_gate_and_up_beside_down_are_split():
+    """The shape of the down projection says that two matrices are stacked."""
+    experts = modules(w13=(4, 12, 8), w2=(4, 8, 6))
+    model = modules(experts=experts, mlp=modules(w13=linear(8, 12), w2=linear(6, 8)))
+    assert {name: sizes for name, (sizes, _) in layouts(model).items()} == {
+        "experts.w13": 2,
+        "experts.w2": None,
+        "mlp.w13.weight": 2,
+        "mlp.w2.weight": None,
+    }
+
+
+def test_complex_matrices_are_stepped_by_adamw():
+    """Newton-Schulz refused them at the first step."""
+    model = modules(up=nn.Linear(4, 6, bias=False, dtype=torch.complex64), down=linear(6, 4))
+    assert of_adamw(model) == {"up.weight"}
+    theirs = copy.deepcopy(model)
+    optimizer = MuonAdamW.from_model(model, lr=0.1)
+    reference = torch.optim.AdamW(theirs.up.parameters(), lr=0.1, weight_decay=0.01)
+    for each, stepped in ((model, optimizer), (theirs, reference)):
+        for param in each.parameters():
+            param.grad = torch.ones_like(param)
+        stepped.step()
+    assert torch.equal(model.up.weight, theirs.up.weight)
 
 
 def test_stacked_gates_and_experts_are_split_into_matrices():

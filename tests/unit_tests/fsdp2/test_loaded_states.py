@@ -170,8 +170,9 @@ def test_state_of_adamw_is_refused_by_its_keys(names):
         param.grad = torch.ones(4, 4)
     adamw.step()
     for make in (Muon, MuonAdamW):
+        group = {"params": given, "algorithm": "muon"}
         with pytest.raises(RuntimeError) as error:
-            make(given).load_state_dict(adamw.state_dict())
+            make([group]).load_state_dict(adamw.state_dict())
         assert "got ['exp_avg', 'exp_avg_sq']" in str(error.value)
         assert "weights alone" in str(error.value) and "Load through" not in str(error.value)
 
@@ -243,6 +244,7 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda state: state.pop("state"), ""),
     (lambda state: state.update(param_groups=None), ""),
     (lambda state: state["param_groups"][0]["param_names"].insert(0, "other"), ""),
+    (lambda state: state["param_groups"][0].update(ns_steps=3), "ns_steps: expected no such key"),
     (_momentum("x"), ""),
     (_momentum(torch.ones(99)), "local shape"),
     # Zeros in its place would be another run.
@@ -297,8 +299,24 @@ def _load_faulty_groups() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def _load_with_frozen_matrices() -> None:
+    """Freeze a layer after a step: it keeps its weights, and torch's checkpoints leave it out."""
+    model = small_model(is_sharded=True)
+    optimizer = _muon_adamw(model)
+    _step(model, optimizer, 0)
+    model.zero_grad()
+    model.up.requires_grad_(False)
+    before = _whole(model.up.weight)
+    state = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, optimizer, state)
+    draw_grads(model.down.parameters(), 1)
+    optimizer.step()
+    assert torch.equal(before, _whole(model.up.weight))
+
+
 def _load_on_two_ranks() -> None:
     init_group()
+    _load_with_frozen_matrices()
     for form, to_muon in itertools.product(("nested", "flat"), (True, False)):
         _load_moved(form, to_muon)
     _load_faulty()

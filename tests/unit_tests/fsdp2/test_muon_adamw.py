@@ -4,17 +4,24 @@
 
 import copy
 import io
+import os
+from typing import Any
 
 import pytest
 import torch
 from helpers.device import device, init_group
-from helpers.fsdp2_models import draw_grads, local, mixed_model
+from helpers.fsdp2_models import draw_grads, local, mixed_model, small_model
 from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from megatron_muon.fsdp2 import MuonAdamW
+from megatron_muon.step import dependencies
 
 NUM_STEPS = 3
 SCHEDULES = {
@@ -82,10 +89,42 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
         copy.deepcopy(optimizer)
 
 
+@pytest.mark.parametrize("elementwise", ["adamw", "lion"])
+def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
+    """They ran for inner optimizers too, before matrices were stepped.
+
+    And at the first step, for upstream's Muon, which this package compares itself with.
+    """
+    model = mixed_model()
+    optimizer = MuonAdamW.from_model(model, lr=0.1, elementwise=elementwise)
+    before: list[Any] = []
+    calls: list[Any] = []
+
+    def after(stepped: Any, *_: Any) -> None:
+        are_changed = [not torch.equal(*pair) for pair in zip(before, params, strict=True)]
+        calls.append(("after", stepped, all(are_changed)))
+
+    params = list(model.parameters())
+    handles = [
+        register_optimizer_step_pre_hook(lambda stepped, *_: calls.append(("before", stepped))),
+        register_optimizer_step_post_hook(after),
+    ]
+    dependencies._muon_problems.cache_clear()
+    try:
+        for step in range(2):
+            draw_grads(params, step)
+            before[:] = [param.detach().clone() for param in params]
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == [("before", optimizer), ("after", optimizer, True)] * 2
+
+
 def test_groups_may_be_added_until_the_first_step():
     """They have the defaults of their algorithm."""
     model = mixed_model()
-    optimizer = MuonAdamW([model.up.weight], lr=0.1)
+    optimizer = MuonAdamW([{"params": [model.up.weight], "algorithm": "muon"}], lr=0.1)
     optimizer.add_param_group({"params": [model.norm.weight], "algorithm": "lion", "lr": 0.5})
     before = model.norm.weight.detach().clone()
     draw_grads(model.parameters(), 0)
@@ -95,6 +134,29 @@ def test_groups_may_be_added_until_the_first_step():
     torch.testing.assert_close(model.norm.weight.detach(), expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(RuntimeError, match="expected all parameters before the first step"):
         optimizer.add_param_group({"params": [model.down.weight]})
+
+
+def _compiled() -> None:
+    """Compile the step, the first one too, beside steps that are not."""
+    init_group()
+    # Other tests run without the compiler.
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"
+    stepped = []
+    for compile_step in (torch.compile, lambda step, **_: step):
+        model = small_model(is_sharded=True)
+        optimizer = MuonAdamW.from_model(model, lr=0.1)
+        optimizer.step = compile_step(optimizer.step, backend="eager")
+        for step in range(2):
+            draw_grads(model.parameters(), step)
+            optimizer.step()
+        stepped.append([local(param).detach() for param in model.parameters()])
+    assert all(map(torch.equal, *stepped))
+
+
+@pytest.mark.ranks
+def test_step_may_be_compiled():
+    """The compiler traced the plan of the exchange, and failed at the first step."""
+    run_ranks(2, _compiled).check()
 
 
 def _late() -> None:
@@ -136,7 +198,7 @@ def _late() -> None:
         param = torch.nn.Parameter(torch.ones(shape, device=device()))
         param.grad = torch.ones_like(param)
         with pytest.raises(RuntimeError) as error:
-            MuonAdamW([("w", param)]).step()
+            MuonAdamW([{"params": [("w", param)], "algorithm": "muon"}]).step()
         assert said in str(error.value)
 
 

@@ -70,8 +70,16 @@ def test_invalid_arguments_are_refused(said, options):
     """When the optimizer is built: MuonAdamW does not wait for its first step."""
     _assert_refused(said, lambda: Muon([_param(3, 4)], **options))
     with pytest.raises(ValueError) as error:
-        MuonAdamW([_param(3, 4)], **options)
+        MuonAdamW([("w", _param(3, 4))], **options)
     assert said in str(error.value)
+
+
+def _group(model: Any) -> dict[str, Any]:
+    return {"params": [model.up.weight], "algorithm": "muon"}
+
+
+def _muon_adamw(model: Any, **options: Any) -> MuonAdamW:
+    return MuonAdamW([_group(model)], **options)
 
 
 def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
@@ -85,18 +93,87 @@ def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
         ("patterns that find parameters of Muon", lambda m: parameter_groups(m, splits={"q": 3})),
         ("expected trainable parameters", lambda m: parameter_groups(m.requires_grad_(False))),
         ("got 'sgd'", lambda m: MuonAdamW([{"params": [m.up.weight], "algorithm": "sgd"}])),
-        ("expected arguments of Muon, got ['mu']", lambda m: MuonAdamW([m.up.weight], mu=0.9)),
+        ("eps, foreach or fused of AdamW, got ['mu']", lambda m: _muon_adamw(m, mu=0.9)),
         ("Invalid beta parameter", lambda m: _vector_of_adamw(m, betas=(2.0, 0.9))),
         ("lr: expected a number", lambda m: Muon([{"params": [m.up.weight], "lr": -1.0}])),
-        ("lr: expected a number", lambda m: MuonAdamW([{"params": [m.up.weight], "lr": -1.0}])),
-        ("in more than one parameter", lambda m: MuonAdamW([{"params": [m.up.weight]}] * 2)),
+        ("lr: expected a number", lambda m: _muon_adamw(m, lr=-1.0)),
+        ("in more than one parameter", lambda m: MuonAdamW([_group(m)] * 2)),
         ("expected record_metrics() before", lambda m: Muon([m.up.weight]).last_metrics()),
     ],
 )
 def test_calls_that_cannot_work_are_refused(said, call):
     """On one rank. AdamW's arguments count where there is a group of AdamW."""
     _assert_refused(said, lambda: call(mixed_model()))
-    MuonAdamW([mixed_model().up.weight], betas=(2.0, 0.9))
+    _muon_adamw(mixed_model(), betas=(2.0, 0.9))
+
+
+# Keys of a group that no step reads, with the remedy.
+IGNORED: list[tuple[str, Any, str]] = [
+    ("nesterov", "no", "Pass nesterov to the constructor"),
+    ("num_ns_steps", 3, "expected 5, the setting of all groups of Muon, got 3"),
+    ("scale_mode", "none", "Pass scale_mode"),
+    ("ns_steps", 5, "Pass num_ns_steps to the constructor, or step these parameters with another"),
+    ("adjust_lr_fn", None, "Pass scale_mode"),
+    ("num_heads", 4, "Call it split_sizes"),
+    ("mu", 0.5, "Call it momentum"),
+    ("epsilon", 1e-8, "Pass eps"),
+    ("use_muon", False, "Pass algorithm, with muon, adamw or lion"),
+    ("momentun", 0.5, "Write momentum"),
+    ("weightdecay", 0.5, "Write weight_decay"),
+    ("betas", (0.9, 0.9), "choose another algorithm"),
+    ("maximize", True, "choose another algorithm"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), IGNORED)
+def test_keys_that_no_step_reads_are_refused(key, value, said):
+    """Groups and loaded states set them in vain, and weights were 5e-2 off after three steps."""
+    for make in (Muon, MuonAdamW):
+        group = {"params": [("w", _param(3, 4))], "algorithm": "muon", key: value}
+        _assert_refused(said, lambda make=make, group=group: make([group]))
+        param = _param(3, 4)
+        optimizer = make([{"params": [param], "algorithm": "muon"}])
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        before, state = param.detach().clone(), optimizer.state_dict()
+        state["param_groups"][0][key] = value
+        _assert_refused(said, lambda one=optimizer, two=state: one.load_state_dict(two))
+        optimizer.param_groups[0][key] = value
+        _assert_refused(f"group 0: {key}", optimizer.step)
+        assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("key", ["nesterov", "split_sizes", "beta", "algorithms", "num_heads"])
+def test_keys_that_adamw_does_not_read_are_refused(key):
+    """Some are keys of Muon's groups."""
+    group = {"params": [_param(4)], "algorithm": "adamw", key: True}
+    _assert_refused(f"{key}: expected", lambda: MuonAdamW([group]))
+
+
+def test_keys_of_tools_have_no_effect():
+    """Schedules and trainers keep values of their own in groups; some contain accepted names."""
+    tools = {"initial_lr": 1.0, "max_momentum": 0.9, "lr_scale": 0.5, "name": "experts"}
+    tools |= {"is_expert_parallel": True, "wd_mult": 1.0, "layer_id": 3, "swa_lr": 0.1}
+    stepped = []
+    for keys in ({}, {**tools, "nesterov": True, "num_ns_steps": 5}):
+        param = _param(3, 4)
+        param.grad = torch.arange(12.0).view(3, 4)
+        optimizer = MuonAdamW([{"params": [param], "algorithm": "muon", **keys}])
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.param_groups[0].keys() >= keys.keys()
+        optimizer.step()
+        stepped.append(param.detach())
+    assert torch.equal(*stepped)
+
+
+def test_layout_is_that_of_construction():
+    """It decides the plan, and was ignored when it was set later."""
+    param = _param(4, 4)
+    param.grad = torch.ones_like(param)
+    muon = Muon([param])
+    muon.param_groups[0]["split_sizes"] = 2
+    _assert_refused("expected split_sizes, transposed and flatten of construction", muon.step)
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)])

@@ -63,18 +63,24 @@ def _refused(optimizer: Any, model: torch.nn.Module) -> str:
 
 
 class FailAt(TorchDispatchMode):
-    """Raise at an operation, counted from 0; None only lists them."""
+    """Raise at an operation, counted from 0; None only lists them.
 
-    def __init__(self, number: int | None) -> None:
+    They are counted after ``times`` operations whose names begin with ``after``: the operations
+    before depend on whether memory of a step has moved.
+    """
+
+    def __init__(self, number: int | None, after: str = "", times: int = 0) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.after, self.times = number, after, times
         self.names: list[str] = []
 
     def __torch_dispatch__(  # noqa: D105
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # torch.optim marks the beginning and end of a step for profilers.
-        if func.namespace != "profiler":
+        if self.times:
+            self.times -= str(func).startswith(self.after)
+        elif func.namespace != "profiler":
             self.names.append(str(func))
             if len(self.names) - 1 == self.number:
                 raise torch.OutOfMemoryError(f"no memory for {func}")
@@ -137,20 +143,21 @@ def _interrupt() -> None:
     model, optimizer = _stepped(small_model(is_sharded=True))
     with FailAt(None) as operations:
         optimizer.step()
-    joined = max(i for i, name in enumerate(operations.names) if name.startswith("c10d"))
-    first = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
-    for number in (first, first + 1, joined + 1, len(operations.names) - 1):
+    joined = [i for i, name in enumerate(operations.names) if name.startswith("c10d")]
+    last = len(operations.names) - 1 - joined[-1] - 1
+    lerp, collectives = ("aten._foreach_lerp", 1), ("c10d", len(joined))
+    for number, after in ((0, lerp), (1, lerp), (0, collectives), (last, collectives)):
         weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         draw_grads(model.parameters(), 1)
-        is_failing = dist.get_rank() == 1 or number <= first + 1
-        with FailAt(number if is_failing else None):
+        is_failing = dist.get_rank() == 1 or after == lerp
+        with FailAt(number if is_failing else None, *after):
             failed = _error_of(optimizer.step)
         assert failed.startswith("no memory") == is_failing
         refused = _refused(optimizer, model)
         assert (
             "rank" in refused
             and "1: step: expected weights and state of a complete step" in refused
-        )
+        ), refused
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         assert _error_of(optimizer.step) == "no error"
@@ -222,7 +229,7 @@ def _step_without_matrices(has_one: bool) -> None:
         if step == 1:
             assert "rank 1: norm: expected a finite gradient" in error and all(stays)
         else:
-            assert (error, stays) == ("no error", [False, rank == 0])
+            assert (error, stays) == ("no error", [False, rank == 0]), error
 
 
 def _empty_of_another_shape() -> None:
@@ -276,11 +283,8 @@ def _leave_in_the_middle() -> list[Any]:
     """Fail on rank 1 before its first collective of rows, where it leaves the job."""
     init_group()
     model, optimizer = _stepped(small_model(is_sharded=True))
-    with FailAt(None) as operations:
-        optimizer.step()
-    number = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
     is_last = dist.get_rank() == 1
-    with FailAt(number if is_last else None):
+    with FailAt(0 if is_last else None, "aten._foreach_lerp", 1):
         first = _error_of(optimizer.step)
     if is_last:
         # As a process does that ends.
@@ -297,6 +301,14 @@ def test_rank_whose_peer_has_left_does_not_step_again():
     ours, theirs = run_ranks(2, _leave_in_the_middle).results
     assert theirs[0].startswith("no memory")
     assert len(ours) == 2 and "no error" not in ours
+
+
+def test_sparse_gradient_is_refused_with_its_remedy():
+    """The advice was to change the dtype of a reduction."""
+    embedding = torch.nn.Embedding(6, 4, sparse=True, device=device())
+    optimizer = MuonAdamW.from_model(embedding, lr=0.1)
+    embedding(torch.tensor([1, 2], device=device())).sum().backward()
+    assert "Leave sparse=True out of nn.Embedding" in _refused(optimizer, embedding)
 
 
 def test_parameters_without_names_are_not_mixed_up():

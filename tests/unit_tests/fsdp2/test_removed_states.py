@@ -1,0 +1,246 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""State that users remove or replace between steps, beside torch's AdamW and whole matrices."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
+from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+from helpers.device import init_group
+from helpers.fsdp2_models import draw_grads, load_state, local, save_state, small_model
+from helpers.ranks import run_ranks
+
+from megatron_muon.fsdp2 import Muon, MuonAdamW
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "nesterov": True}
+OPTIONS |= {"scale_mode": "spectral", "fp32_matmul_prec": "high"}
+
+
+def _replace(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _clear(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _delete(optimizer: Any) -> None:
+    for param in list(optimizer.state):
+        del optimizer.state[param]
+
+
+def _empty(optimizer: Any) -> None:
+    for param in list(optimizer.state):
+        optimizer.state[param] = {}
+
+
+def _pop(optimizer: Any) -> None:
+    for values in optimizer.state.values():
+        values.clear()
+
+
+def _pop_of_matrices(optimizer: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        del optimizer.state[param]["momentum_buffer"]
+
+
+@pytest.mark.parametrize("reset", [_replace, _clear, _delete, _empty, _pop])
+def test_removed_state_is_fresh(reset):
+    """Momentum survived a new dictionary, and the step after ``clear()`` ended in a KeyError."""
+    ours = small_model()
+    theirs = copy.deepcopy(ours)
+    optimizer = MuonAdamW.from_model(ours, **OPTIONS)
+    matrices = [theirs.up.weight, theirs.down.weight]
+    others = [p for p in theirs.parameters() if all(p is not matrix for matrix in matrices)]
+    references = [
+        WholeMatrixMuon(matrices, **OPTIONS),
+        torch.optim.AdamW(others, lr=0.1, weight_decay=0.1),
+    ]
+    for step in range(4):
+        if step == 2:
+            for each in (optimizer, *references):
+                reset(each)
+        for model, optimizers in ((ours, [optimizer]), (theirs, references)):
+            draw_grads(model.parameters(), step)
+            for each in optimizers:
+                each.step()
+    for own, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # Newton-Schulz of a stack is computed in another order.
+        torch.testing.assert_close(own, expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["normuon", "namo", "adamuon"])
+def test_removed_second_moments_are_zero(method):
+    """Those of the engine outlived the state that shows them."""
+    shapes = [(6, 4), (4, 9)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    settings = {"weight_decay_method": "decoupled", "beta2": 0.9, "eps": 1e-8}
+    muon = Muon(ours, adaptive=method, **OPTIONS, **settings)
+    reference = AdaptiveMuon(
+        theirs,
+        moment2_method=method,
+        momentum=0.95,
+        coefficient_type="quintic",
+        num_ns_steps=5,
+        extra_scale_factor=1.0,
+        **OPTIONS,
+        **settings,
+    )
+    for step in range(4):
+        if step == 2:
+            muon.state.clear()
+            reference.state.clear()
+        for params, each in ((ours, muon), (theirs, reference)):
+            draw_grads(params, step)
+            each.step()
+    for own, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)])
+def test_state_of_the_start_is_loaded_later(make):
+    """A search for a learning rate goes back to it; it was refused as another algorithm's."""
+    ends = []
+    for is_searching in (False, True):
+        model = small_model()
+        optimizer = make(model, **OPTIONS)
+        start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if is_searching:
+            draw_grads(model.parameters(), 7)
+            optimizer.step()
+            model.load_state_dict(start[0])
+            optimizer.load_state_dict(start[1])
+        for step in range(2):
+            draw_grads(model.parameters(), step)
+            optimizer.step()
+        ends.append([param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_hooks_of_a_load_come_before_all_comparisons_and_after_all_changes():
+    """They convert states of others, which were refused before their hooks were called."""
+    model = small_model()
+    optimizer = MuonAdamW.from_model(model, **OPTIONS)
+    draw_grads(model.parameters(), 0)
+    optimizer.step()
+    state, calls = copy.deepcopy(optimizer.state_dict()), []
+    foreign = copy.deepcopy(state)
+    for values in foreign["state"].values():
+        if "momentum_buffer" in values:
+            values["momentum"] = values.pop("momentum_buffer")
+
+    def convert(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+        calls.append("before")
+        assert loaded["param_groups"][0]["params"] == [0, 1]
+        return state
+
+    def look(loaded: Any) -> None:
+        calls.append("after")
+        assert loaded is optimizer and loaded.state is loaded.muon.state
+
+    optimizer.register_load_state_dict_pre_hook(convert)
+    optimizer.register_load_state_dict_post_hook(look)
+    optimizer.load_state_dict(foreign)
+    assert calls == ["before", "after"]
+
+
+WRAPPED = ["layers.0._orig_mod.{}", "module.layers.0.{}", "layers.0._checkpoint_wrapped_module.{}"]
+
+
+@pytest.mark.parametrize("form", WRAPPED)
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_names_of_wrappers_do_not_count(form, is_saved):
+    """A run that switched torch.compile on was told to drop its momentum."""
+    momentum = []
+    saved = None
+    for name in (form, "layers.0.{}") if is_saved else ("layers.0.{}", form):
+        params = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+        # In another order: positions do not decide.
+        keys = "ab" if saved is None else "ba"
+        muon = Muon([(name.format(key), param) for key, param in zip(keys, params, strict=True)])
+        if saved is None:
+            draw_grads(params, 0)
+            muon.step()
+            saved = copy.deepcopy(muon.state_dict())
+        else:
+            muon.load_state_dict(saved)
+            params.reverse()
+        momentum.append([muon.state[param]["momentum_buffer"] for param in params])
+    assert all(map(torch.equal, *momentum)) and not torch.equal(*momentum[0])
+
+
+def _put(value: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Replace the momentum of a matrix."""
+
+    def change(optimizer: Any) -> None:
+        param = optimizer.param_groups[0]["params"][0]
+        optimizer.state[param]["momentum_buffer"] = value(optimizer.state[param]["momentum_buffer"])
+
+    return change
+
+
+# What one rank does, and what all say. Nothing changes.
+FAULTS: list[tuple[Callable[[Any], None], str]] = [
+    (_replace, "rank 0: down.weight: expected to reset state on all ranks that hold"),
+    (_put(lambda value: None), "rank 1: up.weight: expected momentum_buffer of local shape (3, 4)"),
+    (_put(lambda value: value.to_local()), "rank 1: up.weight: expected momentum_buffer of"),
+    (_put(lambda value: torch.ones(7)), "got local shape (7,)"),
+]
+
+
+def _change_one_rank() -> None:
+    """Change state on rank 1 alone, and then load."""
+    for change, said in FAULTS:
+        model = small_model(is_sharded=True)
+        optimizer = MuonAdamW.from_model(model, **OPTIONS)
+        draw_grads(model.parameters(), 0)
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        if dist.get_rank() == 1:
+            change(optimizer)
+        before = [local(param).detach().clone() for param in model.parameters()]
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as error:
+                optimizer.step()
+            assert said in str(error.value)
+        assert all(map(torch.equal, before, map(local, model.parameters())))
+        optimizer.load_state_dict(state)
+        optimizer.step()
+
+
+def _save_after_a_reset(folder: str) -> None:
+    """Save at once after state was removed, load, and go on as a run that did not stop."""
+    for number, reset in enumerate((_replace, _delete, _pop_of_matrices)):
+        model = small_model(is_sharded=True)
+        optimizer = MuonAdamW.from_model(model, **OPTIONS)
+        draw_grads(model.parameters(), 0)
+        optimizer.step()
+        model.zero_grad()
+        reset(optimizer)
+        save_state(f"{folder}/{number}", model, optimizer)
+        other = small_model(is_sharded=True)
+        loaded = MuonAdamW.from_model(other, **OPTIONS)
+        load_state(f"{folder}/{number}", other, loaded)
+        for run, each in ((model, optimizer), (other, loaded)):
+            draw_grads(run.parameters(), 1)
+            each.step()
+        for own, expected in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(local(own), local(expected))
+
+
+def _on_two_ranks(folder: str) -> None:
+    init_group()
+    _change_one_rank()
+    _save_after_a_reset(folder)
+
+
+@pytest.mark.ranks
+def test_ranks_change_state_together(tmp_path):
+    """Of one rank alone it is refused on all; a save right after it has all state."""
+    run_ranks(2, _on_two_ranks, str(tmp_path)).check()
