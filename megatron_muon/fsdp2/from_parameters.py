@@ -30,14 +30,14 @@ class from_parameters(MuonAdamW):
     It is for configurations that name an optimizer, by ``megatron_muon.fsdp2.from_parameters``.
     Parameters are refused if no module has them, or if it is open which module's names count.
     Frozen parameters are left out. It is a class because Hydra's ``get_class`` and the ``Trainer``
-    of transformers call nothing else so; its objects are of ``MuonAdamW``.
+    of transformers call nothing else so; its objects are of ``MuonAdamW``. Other arguments than
+    these are of ``MuonAdamW.from_model()``.
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. Groups are divided by
             algorithm; their other keys, such as ``weight_decay``, come before other options, and
             ``betas``, ``eps``, ``foreach`` and ``fused`` are AdamW's.
         lr: Learning rate.
-        **options: Other arguments of ``MuonAdamW.from_model()``.
 
     Raises:
         TypeError: An unknown argument.
