@@ -46,7 +46,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.training:get_megatron_optimizer_config",
         "carry the flags of this package into the configuration of the optimizer",
         options.carry_flags,
-        source_lines=("return config, config_overrides",),
     ),
     # Looked up by its module's global name at each call, so replacing the attribute is enough.
     Patch(

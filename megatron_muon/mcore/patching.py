@@ -3,7 +3,8 @@
 """Patches of the installed megatron: verified before any is applied, and reversible.
 
 A function is replaced in the module that defines it, and in the modules of megatron that have
-imported it by name. Modules that are imported later get the replacement.
+imported it by name. Modules that are imported later get the replacement. A patch that names a
+module that imports the function changes this module alone.
 """
 
 import functools
@@ -25,7 +26,7 @@ class Patch:
     """One change to megatron.
 
     Args:
-        symbol: Function or class that is replaced, as "module:name" of its definition.
+        symbol: Function or class that is replaced, as "module:name".
         purpose: Why, in a sentence.
         wrap: Takes the original, returns the replacement.
         source_lines: Lines that its source must contain, without indentation.
@@ -177,7 +178,11 @@ def _replace_all(patches: Sequence[Patch], pairs: Sequence[tuple[Any, Any]]) -> 
         # A static method must stay one, or instances would pass themselves.
         is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
         setattr(holder, name, staticmethod(replacement) if is_static else replacement)
-    replacements = {id(old): new for old, new in pairs}
+    replacements = {
+        id(old): new
+        for patch, (old, new) in zip(patches, pairs, strict=True)
+        if getattr(old, "__module__", None) == patch.module
+    }
     for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
         for name, value in list(vars(module).items()):
             if id(value) in replacements:

@@ -61,6 +61,7 @@ def test_apply_and_revert_restore_the_original(stub):
 
 def test_importers_get_the_replacement(stub, monkeypatch):
     """A loop that had imported a function by name kept the original: saves of Bridge failed."""
+    monkeypatch.setattr(scale, "__module__", "stub_megatron")
     importer = types.ModuleType("megatron.importer")
     importer.scale, importer.times, importer.other = scale, scale, len
     monkeypatch.setitem(sys.modules, "megatron.importer", importer)
@@ -71,6 +72,11 @@ def test_importers_get_the_replacement(stub, monkeypatch):
     late = types.ModuleType("megatron.late")
     late.scale = stub.scale
     monkeypatch.setitem(sys.modules, "megatron.late", late)
+    # One that names an importer changes it alone.
+    own = [dataclasses.replace(_patch("scale"), symbol="megatron.late:scale")]
+    apply_all(own)
+    assert late.scale(3) == 8 and importer.scale(3) == 7
+    revert_all(own)
     revert_all(patches)
     assert importer.scale is importer.times is late.scale is stub.scale is scale
 

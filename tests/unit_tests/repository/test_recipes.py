@@ -13,12 +13,12 @@ import pytest
 from helpers.commands import run_command
 from helpers.ranks import ROOT
 
-# Script, library and arguments.
+# Script, libraries and arguments.
 RECIPES = [
     ("with_accelerate", "accelerate", ()),
-    ("with_trainer", "transformers", ()),
-    ("with_trainer", "transformers", ("--form", "class", "--state-dict-type", "FULL_STATE_DICT")),
-    ("with_trainer", "transformers", ("--form", "parameters")),
+    ("with_trainer", "transformers accelerate", ()),
+    ("with_trainer", "transformers accelerate", ("--form", "class", "--state-dict-type", "FULL_STATE_DICT")),
+    ("with_trainer", "transformers accelerate", ("--form", "parameters")),
     ("with_trainer", "trl", ("--trainer", "trl", "--form", "parameters")),
     ("with_trainer", "axolotl", ("--trainer", "axolotl")),
     ("with_trainer", "ms-swift", ("--trainer", "ms-swift")),
@@ -35,13 +35,14 @@ RECIPES = [
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("script", "package", "arguments"), RECIPES)
-def test_recipe_trains_and_resumes(script, package, arguments, tmp_path):
+@pytest.mark.parametrize(("script", "packages", "arguments"), RECIPES)
+def test_recipe_trains_and_resumes(script, packages, arguments, tmp_path):
     """With Muon; MEGATRON_MUON_TEST_RECIPES=adamw shows that the recipe itself is right."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{package} is not installed")
+    for package in packages.split():
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{package} is not installed")
     optimizer = os.environ.get("MEGATRON_MUON_TEST_RECIPES", "muon")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", str(ROOT / f"scripts/recipes/{script}.py")]
