@@ -15,7 +15,6 @@ run's saves the median of all but the first.
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -71,12 +70,12 @@ def measure_saves(options: argparse.Namespace, flags: str) -> dict[str, float]:
         loaded = run(options, f"{flags} --load {folder}", NUM_SAVES + 1)
         checkpoint = read_checkpoint(find_checkpoint(Path(folder)))
         files = [path for path in checkpoint.folder.iterdir() if path.is_file()]
-        state = [t for key, t in checkpoint.tensors.items() if key.startswith("optimizer.state.")]
+        state = [t for k, t in checkpoint.tensors.items() if k.startswith("optimizer.state.")]
         return {
             "save_ms": statistics.median(list(saved.save_ms.values())[1:]),
             "load_ms": loaded.load_ms,
             "MB": sum(path.stat().st_size for path in files) / 1e6,
-            "state_MB": sum(math.prod(t.shape) * t.dtype.itemsize for t in state) / 1e6,
+            "state_MB": sum(t.size.numel() * t.properties.dtype.itemsize for t in state) / 1e6,
         }
 
 

@@ -65,11 +65,10 @@ def _verify(options: argparse.Namespace) -> str:
     checkpoint = read_checkpoint(find_checkpoint(options.dir, options.ckpt_step))
     if problems := find_problems(checkpoint):
         raise CheckpointError(*problems)
-    files = checkpoint.items_by_file()
-    num_bytes = sum(item.length for items in files.values() for item in items)
+    sizes = checkpoint.file_sizes()
     return (
         f"{checkpoint.folder}: sound; {len(checkpoint.tensors)} tensors, "
-        f"{len(checkpoint.objects)} objects, {num_bytes:,} bytes in {len(files)} files"
+        f"{len(checkpoint.objects)} objects, {sum(sizes.values()):,} bytes in {len(sizes)} files"
     )
 
 

@@ -21,14 +21,13 @@ have written.
 import argparse
 import itertools
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from megatron_muon.checkpoint.folders import CheckpointError, expecting
+from megatron_muon.checkpoint.folders import CheckpointError
 from megatron_muon.checkpoint.names import part_of, parts_of
 from megatron_muon.checkpoint.reading import StoredCheckpoint, StoredObject
 from megatron_muon.checkpoint.writing import Conversion, whole_box
@@ -73,13 +72,13 @@ def from_ddp(conversion: Conversion) -> dict[str, Any]:
     state, setting = prefix.format("state"), prefix.format("param_to_group_meta")
     for name, key in weights.items():
         kinds = states[name]
-        shape = checkpoint.tensors[key].shape
+        shape = checkpoint.tensors[key].size
         parts = [*parts_of(name, shape, args)]
         sources = {"model.module.{}": kinds.pop(_MASTER, key)} | {
             f"{state}{{}}.{kind}": source for kind, source in kinds.items()
         }
         for (target, source), part in itertools.product(sources.items(), parts):
-            part_shape = checkpoint.tensors[source].shape[len(part.indices) :]
+            part_shape = tuple(checkpoint.tensors[source].size[len(part.indices) :])
             if part.half is not None:
                 part_shape = (part_shape[0] // 2, *part_shape[1:])
             conversion.copy(
@@ -132,7 +131,7 @@ def to_ddp(conversion: Conversion) -> dict[str, Any]:
         part, stack = part_of(name, args)
         kinds = {kind: source for kind, source in states.get(name, {}).items() if kind != _STEP}
         # Buffers keep their type.
-        own_dtype = params_dtype if kinds else checkpoint.tensors[key].dtype
+        own_dtype = params_dtype if kinds else checkpoint.tensors[key].properties.dtype
         if args.bf16 and kinds:
             kinds[_MASTER] = key
         targets = [(part.stacked, key, own_dtype)] + [
@@ -140,7 +139,7 @@ def to_ddp(conversion: Conversion) -> dict[str, Any]:
             for kind, source in kinds.items()
         ]
         for target, source, dtype in targets:
-            part_shape = checkpoint.tensors[source].shape
+            part_shape = checkpoint.tensors[source].size
             shape = part_shape if part.half is None else (2 * part_shape[0], *part_shape[1:])
             conversion.copy(source, target, (*stack, *shape), dtype, box=part.box(part_shape))
         is_local = args.transformer_impl == "local" and part.half != 1
@@ -201,9 +200,7 @@ def _plain_args(checkpoint: StoredCheckpoint, args: StoredObject) -> argparse.Na
             f"{checkpoint.folder}: expected the arguments {', '.join(missing)}, got none. "
             "Save it by Megatron-LM 0.19."
         )
-    # The second one is of the class that stands in for Namespace.
-    for key in ("ckpt_format", "arguments"):
-        plain.pop(key, None)
+    plain.pop("ckpt_format", None)
     return argparse.Namespace(**plain)
 
 
@@ -235,7 +232,7 @@ def _adam_steps(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> tupl
     optimizer = common["optimizer"]
     groups = itertools.chain(*_nested(optimizer, "param_groups"))
     in_groups = {float(group[_STEP]) for group in groups if _STEP in group}
-    in_state = {_scalar(counter) for counter in _nested(optimizer, "common_step")}
+    in_state = {float(counter) for counter in _nested(optimizer, "common_step")}
     counts = [*in_groups, *in_state]
     if len(counts) != 1:
         raise CheckpointError(
@@ -252,15 +249,6 @@ def _nested(values: object, name: str) -> Iterator[Any]:
             yield values[name]
         for inner in values.values():
             yield from _nested(inner, name)
-
-
-def _scalar(value: StoredObject) -> float:
-    """Return the value of a float32 scalar, unpickled without torch."""
-    if isinstance(value, int | float):
-        return float(value)
-    with expecting("common_step as a float32 tensor of Megatron-LM 0.19", _COMMON):
-        storage, offset = value.arguments[:2]
-        return float(struct.unpack_from("<f", storage, 4 * offset)[0])
 
 
 def _common_for_ddp(
@@ -281,7 +269,7 @@ def _common_for_ddp(
         chained[kind][repr(sorted(group.items(), key=str))] = group
     # Transformer Engine's Adam counts steps in its groups.
     counters = {
-        float(checkpoint.read_chunk(checkpoint.tensors[kinds[_STEP]].chunks[0]))
+        float(checkpoint.read_chunk(kinds[_STEP], (), ()))
         for kinds in states.values()
         if _STEP in kinds
     }

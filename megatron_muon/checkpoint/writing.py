@@ -73,7 +73,7 @@ class Conversion(dcp.DefaultSavePlanner):
                 from the chunk's by axes of one.
             box: Position of the chunk in the new tensor, and shape of the chunk; None for all.
         """
-        source_box = source_box or whole_box(self.source.tensors[source].shape)
+        source_box = source_box or whole_box(self.source.tensors[source].size)
         box = box or whole_box(shape)
         self.add_chunk(
             target, shape, box, dtype, lambda: self._read(source, *source_box).view(box[1])
@@ -105,18 +105,20 @@ class Conversion(dcp.DefaultSavePlanner):
     def _read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """Read a box of a tensor of the source from all chunks that it overlaps."""
         stored = self.source.tensors[key]
-        if any(o + n > m for o, n, m in zip(offsets, sizes, stored.shape, strict=True)):
-            raise CheckpointError(f"{key}: expected the shape of its weight, got {stored.shape}.")
-        box = torch.empty(sizes, dtype=stored.dtype)
-        for item in stored.chunks:
-            sides = [*zip(offsets, sizes, item.offsets, item.sizes, strict=True)]
+        if any(o + n > m for o, n, m in zip(offsets, sizes, stored.size, strict=True)):
+            raise CheckpointError(
+                f"{key}: expected the shape of its weight, got {tuple(stored.size)}."
+            )
+        box = torch.empty(sizes, dtype=stored.properties.dtype)
+        for chunk in stored.chunks:
+            sides = [*zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
             overlap = [(max(o, p), min(o + n, p + m)) for o, n, p, m in sides]
             if all(start < stop for start, stop in overlap):
                 here, there = (
                     tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, first, strict=True))
-                    for first in (offsets, item.offsets)
+                    for first in (offsets, chunk.offsets)
                 )
-                box[here] = self._read_chunk(item)[there]
+                box[here] = self._read_chunk(key, chunk.offsets, chunk.sizes)[there]
         return box
 
     def create_local_plan(self) -> SavePlan:

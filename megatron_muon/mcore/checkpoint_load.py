@@ -244,7 +244,7 @@ def _adapt(
             checkpoint.folder,
         )
         return []
-    stored = checkpoint.tensors.keys() | checkpoint.objects.keys()
+    stored = checkpoint.metadata.state_dict_metadata
     # Equal on all ranks.
     has_states = any(key.startswith("optimizer.state.") for key in stored)
     if "optimizer" in comparison.strict_parts and not has_states:
@@ -325,7 +325,7 @@ def find_differences(
     patterns = {_pattern(key, num_experts) for key in names}
     parts = {key.partition(".")[0] for key in names}
     stored = {
-        key: tensor.shape
+        key: tuple(tensor.size)
         for key, tensor in checkpoint.tensors.items()
         if key in shapes
         or (key.partition(".")[0] in parts and _pattern(key, num_experts) not in patterns)

@@ -80,7 +80,7 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
         folder = Path(self.path)
         try:
             is_finished = (folder / METADATA).is_file()
-            used = read_checkpoint(folder).items_by_file() if is_finished else {}
+            used = read_checkpoint(folder).file_sizes() if is_finished else {}
         except CheckpointError:  # files of a damaged checkpoint may still be of use
             return
         for path in folder.glob("__*.distcp"):

@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
 Coefficients = tuple[float, float, float]
 
+# Steps beyond the coefficients of a set. Source: emerging-optimizers 0.3.0, newton_schulz().
+_MODES = {
+    "simple": "cycle",
+    "quintic": "cycle",
+    "aol": "cycle",
+    "polar_express": "repeat_last",
+    "cans": "repeat_last",
+    "deepseekv4": "repeat_last",
+}
+
 
 @runtime_checkable
 class StackMethod(Protocol):
@@ -140,42 +150,26 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
     """Return ``(a, b, c)`` by step: X becomes a X + b X X^T X + c (X X^T)^2 X.
 
     If there are more steps than coefficients, some sets repeat their last ones, and others start
-    again with the first. emerging-optimizers' function decides: it is called once, and its steps
-    are recorded in place of being computed.
+    again with the first.
 
     Raises:
-        ValueError: emerging-optimizers does not have the set, or does not take the number of steps.
+        ValueError: emerging-optimizers does not have the set, or it is one of a later release, such
+            as cubic5, and the steps are not all of its steps.
     """
     # Imports torch.
-    import torch
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    if coefficient_type not in muon_utils._COEFFICIENT_SETS:
+    sets = muon_utils._COEFFICIENT_SETS
+    if coefficient_type not in sets:
         raise ValueError(
-            f"coefficient_type: expected one of {sorted(muon_utils._COEFFICIENT_SETS)}, got "
-            f"{coefficient_type!r}. Choose one"
+            f"coefficient_type: expected one of {sorted(sets)}, got {coefficient_type!r}. "
+            "Choose one"
         )
-    recorded: list[Coefficients] = []
-
-    def record(x: "torch.Tensor", *coefficients: float, **_: object) -> "torch.Tensor":
-        """Take a step of upstream's function that records its coefficients."""
-        recorded.append(coefficients)  # type: ignore[arg-type]
-        return x
-
-    step = muon_utils.newton_schulz_step
-    muon_utils.newton_schulz_step = record
-    try:
-        muon_utils.newton_schulz(torch.ones(1, 1, device="cpu"), steps, coefficient_type)
-    except ValueError as error:
+    of_type = sets[coefficient_type]
+    mode = _MODES.get(coefficient_type)
+    if mode is None and steps != len(of_type):
         raise ValueError(
-            f"num_ns_steps: expected a number for {coefficient_type} coefficients, got {steps}. "
-            f"{str(error).removesuffix('.')}"
-        ) from error
-    finally:
-        muon_utils.newton_schulz_step = step
-    if list(map(len, recorded)) != [3] * steps:
-        raise ValueError(
-            f"num_ns_steps: expected emerging-optimizers to take {steps} steps of three "
-            f"coefficients for {coefficient_type}, got {recorded}. Install another release"
+            f"num_ns_steps: expected {len(of_type)} for {coefficient_type} coefficients, got "
+            f"{steps}. Take all of them"
         )
-    return tuple(recorded)
+    return tuple(muon_utils.get_coefficient_iterator(steps, of_type, mode or "cycle"))

@@ -70,7 +70,7 @@ class Engine:
         device: torch.device,
         rows_device: torch.device | None = None,
     ) -> None:
-        # emerging-optimizers is asked for them once per process: now rather than in a step.
+        # Raises now rather than in a step.
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         self.plans = [bound.plan for bound in plans]
         self.handles: list[Any] = [handle for bound in plans for handle in bound.handles.values()]

@@ -48,6 +48,7 @@ _SYMBOLS = {
     },
     "emerging_optimizers.orthogonalized_optimizers.muon_utils": {
         "_COEFFICIENT_SETS": "the coefficients",
+        "get_coefficient_iterator": "their order",
         "newton_schulz": "Newton-Schulz of fp32 matrices",
         "newton_schulz_step": "Newton-Schulz of bf16 matrices",
         "batched_newton_schulz_step": "Newton-Schulz of bf16 matrices",

@@ -84,7 +84,7 @@ def _convert(source: Path, target: Path, *flags: str, to: str = "fsdp_dtensor") 
 
 
 def _whole(checkpoint: StoredCheckpoint, key: str) -> torch.Tensor:
-    shape = checkpoint.tensors[key].shape
+    shape = checkpoint.tensors[key].size
     return Conversion(checkpoint)._read(key, (0,) * len(shape), shape).float()
 
 
@@ -145,10 +145,10 @@ def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
     assert find_problems(after) == []
     assert after.tensors.keys() == before.tensors.keys()
     for key, tensor in before.tensors.items():
-        assert after.tensors[key].dtype == tensor.dtype
+        assert after.tensors[key].properties.dtype == tensor.properties.dtype
         assert torch.equal(_whole(after, key), _whole(before, key)), key
     # Random states, and those of runs that are repeated to look for faults.
-    missing = before.objects.keys() - after.objects.keys()
+    missing = before.objects - after.objects
     assert {key.partition("/")[0] for key in missing} == {"rng_state", "rerun_state_machine_state"}
     # Upstream's own step on the same values: the same bits.
     assert _resume(tmp_path / "back", "torch_dist") == losses[SAVED_AT:]

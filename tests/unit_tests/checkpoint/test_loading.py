@@ -25,9 +25,14 @@ from helpers.checkpoint_runs import (
 )
 from helpers.ranks import Run, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_muon.checkpoint.folders import TRACKER
-from megatron_muon.checkpoint.reading import StoredCheckpoint, StoredTensor
+from megatron_muon.checkpoint.reading import StoredCheckpoint
 
 pytestmark = pytest.mark.ranks
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -373,8 +378,11 @@ def _named_differences() -> dict[str, str]:
         if "experts" in case:
             saved = saved | {EXPERT.format(number): (32, 56) for number in range(4)}
             num_experts = int(case[0]) if case[0].isdigit() else None
-        stored = {key: StoredTensor(shape, torch.float32, ()) for key, shape in saved.items()}
-        checkpoint = StoredCheckpoint(Path(), stored, {})
+        stored = {
+            key: TensorStorageMetadata(TensorProperties(), torch.Size(shape), [])
+            for key, shape in saved.items()
+        }
+        checkpoint = StoredCheckpoint(Path(), Metadata(stored))
         named[case] = "; ".join(find_differences(checkpoint, wanted, num_experts))
     return named
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.checkpoint_runs import ARGS, SETTING, WEIGHT, save_matrix
+from helpers.checkpoint_runs import ARGS, WEIGHT, save_matrix
 from helpers.commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_muon.checkpoint.__main__ import main
 from megatron_muon.checkpoint.folders import TRACKER, CheckpointError, find_checkpoint
-from megatron_muon.checkpoint.reading import _Inert, _Unpickler, read_checkpoint
+from megatron_muon.checkpoint.reading import read_checkpoint
 from megatron_muon.checkpoint.verification import find_misfits, find_problems, is_tiled
 
 
@@ -62,14 +62,33 @@ def test_verify_runs_no_code_of_a_checkpoint(folder):
     assert (folder / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["numpy.ndarray", "pathlib.PosixPath", "torch.load", "os.system"])
-def test_names_of_classes_and_functions_are_inert(name):
-    """No object of this process is reachable from a pickle, so none is called or changed."""
+@pytest.mark.parametrize("where", ["planner_data", "storage_data", "storage_meta"])
+def test_metadata_that_names_another_function_is_refused(where, folder):
+    """A load read the table of contents before it was known whose functions it calls."""
+    path = folder / "iter_0000003" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    setattr(metadata, where, _Harmful(folder / "ran"))
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"{os.system.__module__}.system, which may run code"):
+        read_checkpoint(path.parent)
+    assert main(["verify", str(folder)]) == 1
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["os.path.join", "builtins.getattr", "torch.load", "pathlib.os"])
+def test_names_outside_of_the_list_are_refused(name, tmp_path):
+    """Functions of modules that a table of contents names, and attributes of its classes."""
     module, _, attribute = name.rpartition(".")
-    text = f"c{module}\n{attribute}\n.".encode()
-    found = _Unpickler(io.BytesIO(text)).load()
-    assert issubclass(found, _Inert)
-    assert found("anything").arguments == ("anything",)
+    (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
+    with pytest.raises(CheckpointError, match=f"{name}, which may run code"):
+        read_checkpoint(tmp_path)
+
+
+def test_object_reads_without_its_classes(folder):
+    """Arguments name classes of Megatron and of users, which need not be installed here."""
+    args = read_checkpoint(folder / "iter_0000003").read_object("args")
+    assert ARGS.items() <= vars(args).items() and "evil" in vars(args)
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.slow
@@ -90,8 +109,11 @@ def test_flipped_byte_is_found_or_changes_nothing(folder):
     sound = path.read_bytes()
 
     def contents() -> list:
-        chunks = [chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks]
-        return [checkpoint.read_chunk(chunk).view(torch.uint8).tolist() for chunk in chunks]
+        return [
+            checkpoint.read_chunk(key, chunk.offsets, chunk.sizes).view(torch.uint8).tolist()
+            for key, tensor in checkpoint.tensors.items()
+            for chunk in tensor.chunks
+        ]
 
     expected, found, rng = contents(), 0, random.Random(0)
     for _ in range(80):
@@ -110,8 +132,8 @@ def test_shares_find_together_what_one_finds(folder):
     path = next(folder.glob("*/*.distcp"))
     path.write_bytes(path.read_bytes()[:-10])
     checkpoint = read_checkpoint(folder / "iter_0000003")
-    tensors = {key: replace(tensor, chunks=()) for key, tensor in checkpoint.tensors.items()}
-    checkpoint = replace(checkpoint, tensors=tensors)
+    for tensor in checkpoint.tensors.values():
+        tensor.chunks = []
     alone = sorted(find_misfits(checkpoint))
     assert len(alone) > 2
     for num_shares in (1, 2, 3, 50):
@@ -248,7 +270,6 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda saved: (saved / TABLE).write_bytes(pickle.dumps({"a": 1})),
         "dict in place of Metadata",
     ),
-    "metadata as link": (_replaced(lambda path: path.symlink_to("../outside"), TABLE), ""),
     "metadata of zeros": (_replaced(_zeros, TABLE), ""),
 }
 
@@ -308,7 +329,6 @@ TABLES = {
     "no length": _place(length=None),
     "offset of 2**64": _place(offset=2**64),
     "offset of lists": _place(offset=_nested()),
-    "transformed": _place(transform_descriptors=_nested()),
     "parent": _place(relative_path=".."),
     "absolute": _place(relative_path="/etc/hostname"),
     "NUL": _place(relative_path="a\0b"),
@@ -357,7 +377,7 @@ def _deep(depth: int = 50_000) -> bytes:
     return buffer.getvalue()
 
 
-# The key, and its bytes or a value that torch saves. Objects are read by convert alone.
+# The key, and its bytes or a value that torch saves. Verify compares only their checksums.
 ITEMS: dict[str, tuple[str, Callable[[], Any]]] = {
     "compressed": (WEIGHT, lambda: _compressed(torch.zeros(20, 1 << 20))),
     "view": (WEIGHT, lambda: torch.ones(1).expand(1 << 40)),
@@ -368,11 +388,9 @@ ITEMS: dict[str, tuple[str, Callable[[], Any]]] = {
     "other shape": (WEIGHT, lambda: torch.ones(20, 31)),
     "lists as iteration": ("iteration", _nested),
     "text as iteration": ("iteration", lambda: "\x1b[2J"),
-    "lists in args": ("args", lambda: argparse.Namespace(**ARGS, more=_nested())),
     "cyclic args": ("args", _cyclic),
     "deep args": ("args", _deep),
     "number as args": ("args", lambda: 3),
-    "lists as setting": (SETTING, _nested),
 }
 
 
@@ -404,7 +422,7 @@ def test_damaged_checkpoint_is_refused_in_one_line(case, tmp_path):
         (saved / TABLE).write_bytes(pickle.dumps(metadata))
     names = sorted(tmp_path.iterdir())
     to = (tmp_path / "new", "--to", "torch_dist")
-    for command, more in (("verify", ()), ("convert", to))[key != WEIGHT :]:
+    for command, more in (("verify", ()), ("convert", to))[value is not None :]:
         status, text = _run(command, tmp_path, *more)
         assert status == 1, (command, text)
         assert said in text and SECRET not in text and "Traceback" not in text

@@ -245,11 +245,8 @@ def fake_cuda() -> Iterator[Recorder]:
 
     from megatron_muon.fsdp2 import muon
     from megatron_muon.newton_schulz import standard
-    from megatron_muon.newton_schulz.settings import coefficients_of
     from megatron_muon.runtime import row_kernel, row_moves
 
-    # emerging-optimizers is asked for numbers, once per process.
-    coefficients_of(5, "quintic")
     recorder = Recorder()
     stream = _Stream(recorder)
 

@@ -135,5 +135,5 @@ def _build_with_four_steps_of_cubic5() -> str:
 def test_invalid_num_ns_steps_is_refused_at_construction():
     """emerging-optimizers raised in the first step; with bf16 messages nobody did."""
     for said in run_ranks(2, _build_with_four_steps_of_cubic5).check().results:
-        assert "ranks 0, 1: --muon-num-ns-steps: expected a number for cubic5" in said
+        assert "ranks 0, 1: --muon-num-ns-steps: expected 5 for cubic5" in said
         assert "No optimizer was built." in said

@@ -193,27 +193,37 @@ def test_later_emerging_optimizers_has_its_own_coefficients_and_counts():
     """
     for equal, said, num_lion_steps in run_ranks(2, _step_later_release).check().results:
         assert len(equal) > 1 and all(equal)
-        assert "num_ns_steps: expected a number for cubic5 coefficients, got 4" in said
+        assert "num_ns_steps: expected 5 for cubic5 coefficients, got 4" in said
         assert num_lion_steps == 3
 
 
-def test_order_of_coefficients_is_asked_of_the_installed_release(monkeypatch):
-    """A later release may add a set that repeats its last coefficients; ours must follow."""
+@pytest.mark.parametrize("coefficient_type", sorted(muon_utils._COEFFICIENT_SETS))
+def test_coefficients_are_upstreams_for_every_number_of_steps(monkeypatch, coefficient_type):
+    """Another order, such as that of a later release, would train something else."""
     coefficients_of.cache_clear()
-    sets = muon_utils._COEFFICIENT_SETS
-    monkeypatch.setitem(sets, "cans", sets["quintic"])
-    monkeypatch.setitem(sets, "aol", sets["polar_express"])
-    assert coefficients_of(7, "cans")[5:] == (sets["quintic"][-1],) * 2
-    assert coefficients_of(10, "aol")[8:] == tuple(sets["polar_express"][:2])
-    coefficients_of.cache_clear()
+    recorded: list[tuple[float, ...]] = []
+
+    def record(x: torch.Tensor, *coefficients: float, **_: object) -> torch.Tensor:
+        recorded.append(coefficients)
+        return x
+
+    monkeypatch.setattr(muon_utils, "newton_schulz_step", record)
+    for steps in range(1, 24):
+        recorded.clear()
+        try:
+            muon_utils.newton_schulz(torch.ones(1, 1), steps, coefficient_type)
+        except ValueError:
+            with pytest.raises(ValueError, match="num_ns_steps"):
+                coefficients_of(steps, coefficient_type)
+        else:
+            assert list(coefficients_of(steps, coefficient_type)) == recorded, steps
 
 
-def test_steps_that_cannot_be_recorded_are_refused(monkeypatch):
-    """A guess of their coefficients would train something else."""
-    coefficients_of.cache_clear()
-    monkeypatch.setattr(
-        muon_utils, "newton_schulz", lambda x, steps, coefficient_type: x * 0.5**steps
-    )
-    with pytest.raises(ValueError, match="to take 7 steps of three coefficients for quintic"):
-        coefficients_of(7, "quintic")
-    coefficients_of.cache_clear()
+def test_set_of_an_unknown_order_takes_all_its_steps(monkeypatch):
+    """A guess of what follows its last coefficients would train something else."""
+    new = [(1.0, 2.0, 3.0), (4.0, 5.0, 6.0)]
+    monkeypatch.setitem(muon_utils._COEFFICIENT_SETS, "new", new)
+    assert list(coefficients_of(2, "new")) == new
+    for steps in (1, 3):
+        with pytest.raises(ValueError, match=f"expected 2 for new coefficients, got {steps}"):
+            coefficients_of(steps, "new")
