@@ -48,10 +48,10 @@ How a plan is made, once, at construction
 
     for m in matrices:                                  # owners.py
         split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
-    for capacity in (0, 1.025 * highest load of the first pass):
-        for m in matrices, whole on one rank first, then most owners first, then longest first:
-            fits = [r for r in holders of m if load[r] + time of m <= capacity]
-            owner[m] = (rank of fits with the quietest link) or (the rank that is done first)
+    capacity = 1.0375 * max(mean load, longest matrix)
+    for m in matrices, whole on one rank first, then most owners first, then longest first:
+        fits = [r for r in holders of m if load[r] + time of m <= capacity]
+        owner[m] = (rank of fits that receives least so far) or (rank with the least load)
     local, exchanged = matrices that only their owner holds, all others
 
     shortest = max(longest exchanged matrix, ten times the two collectives of a bucket)
