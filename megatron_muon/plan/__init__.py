@@ -56,7 +56,7 @@ How a plan is made, once, at construction
 
     shortest = max(longest exchanged matrix, ten times the two collectives of a bucket)
     n = round(Newton-Schulz of exchanged on the busiest owner / shortest), 1 to 16
-    for n, depth in (n, 2), (n, 1), (2 n, 2), (2 n, 1), ...:            # buckets.py
+    for n in n, 2 n, 4 n, ... 64:                                       # buckets.py
         for m in exchanged, longest first:
             put m into the bucket with the least load on its owners
         if buffers of the fullest rank, placed by lifetime, fit into memory: break
@@ -71,7 +71,7 @@ How a plan is made, once, at construction
 
 The step of a rank (``megatron_muon.plan.schedule``)::
 
-    start gathers of the first buckets (depth)
+    start gathers of the first two buckets
     for bucket in buckets:
         orthogonalize some local matrices; wait for the gather of bucket; start another gather
         orthogonalize the stacks of bucket
