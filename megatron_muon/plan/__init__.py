@@ -48,15 +48,15 @@ How a plan is made, once, at construction
 
     for m in matrices:                                  # owners.py
         split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
-    for capacity in (0, 1.025 * highest load of the first pass):
-        for m in matrices, whole on one rank first, then most owners first, then longest first:
-            fits = [r for r in holders of m if load[r] + time of m <= capacity]
-            owner[m] = (rank of fits with the quietest link) or (the rank that is done first)
+    capacity = 1.0375 * max(mean load, longest matrix)
+    for m in matrices, whole on one rank first, then most owners first, then longest first:
+        fits = [r for r in holders of m if load[r] + time of m <= capacity]
+        owner[m] = (rank of fits that receives least so far) or (rank with the least load)
     local, exchanged = matrices that only their owner holds, all others
 
     shortest = max(longest exchanged matrix, ten times the two collectives of a bucket)
     n = round(Newton-Schulz of exchanged on the busiest owner / shortest), 1 to 16
-    for n, depth in (n, 2), (n, 1), (2 n, 2), (2 n, 1), ...:            # buckets.py
+    for n in n, 2 n, 4 n, ... 64:                                       # buckets.py
         for m in exchanged, longest first:
             put m into the bucket with the least load on its owners
         if buffers of the fullest rank, placed by lifetime, fit into memory: break
@@ -71,7 +71,7 @@ How a plan is made, once, at construction
 
 The step of a rank (``megatron_muon.plan.schedule``)::
 
-    start gathers of the first buckets (depth)
+    start gathers of the first two buckets
     for bucket in buckets:
         orthogonalize some local matrices; wait for the gather of bucket; start another gather
         orthogonalize the stacks of bucket

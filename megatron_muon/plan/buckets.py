@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of matrices, and the depth of a step: rules, no search.
+"""Buckets of matrices: rules, no search.
 
 Buckets are slices of time: every bucket has about the same share of every owner's work. None is
 shorter than the longest matrix, or so short that its collectives cost more than they can hide. The
-load of the busiest owner sets their number; if memory is short, there are more of them.
+load of the busiest owner sets their number, which is doubled while memory is short.
 
 Rejected: a bucket per layer, or slices in parameter order. A layer has a handful of matrices,
 and in every bucket most ranks would wait for a few owners.
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_muon.plan.owners import matrix_ns
-from megatron_muon.plan.schedule import Depth, PlanOrder
+from megatron_muon.plan.schedule import PlanOrder
+from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.plan.sizes import SizeCounter
 from megatron_muon.plan.staging import PlanStaging, StagingLayout, aligned_size
 
@@ -25,8 +26,6 @@ _MAX_BUCKETS = 16
 # The two collectives of a bucket may cost this fraction of its work. Measured on 4 CPU ranks with
 # small matrices (hidden 128): 147 ms in one bucket, 198 ms in 16.
 _MAX_OVERHEAD = 0.1
-# Gathers in flight beside the bucket in work, and as many scatters.
-_DEPTH = 2
 # Replicas pass one scatter on while another arrives: at least this many in a step.
 _MIN_SCATTERS = 4
 # Buckets for lack of memory, at most.
@@ -48,41 +47,26 @@ class Buckets(NamedTuple):
 
 
 def choose_buckets(
-    indices: Sequence[int],
-    local: Sequence[int],
-    sizes: SizeCounter,
-    staging_bytes: int,
-    num_buckets: int | None = None,
+    indices: Sequence[int], local: Sequence[int], sizes: SizeCounter, settings: PlanSettings
 ) -> Buckets:
-    """Return the first buckets that fit into ``staging_bytes`` a rank, else the smallest.
-
-    Their number starts from ``num_buckets``, or from the rule of this module.
-    """
-    if not indices:
-        order = PlanOrder(0, 1, Depth(1, 1), sizes.has_replicas)
-        return Buckets((), order, _bytes_of_fullest(sizes.staging((), local, order).values()))
+    """Return the first buckets that fit into ``settings.staging_bytes`` a rank, else the last."""
     load_ns = {
         index: matrix_ns(sizes.matrices[index], sizes.cost, len(sizes.owners[index]))
         for index in indices
     }
-    count = num_buckets or _num_buckets(load_ns, sizes)
-    tried: list[Buckets] = []
+    count = (settings.num_buckets or _num_buckets(load_ns, sizes)) if indices else 0
     while True:
         buckets = _fill_buckets(load_ns, sizes, count)
-        num_scatters = -(-_MIN_SCATTERS // len(buckets)) if sizes.has_replicas else 1
-        order = PlanOrder(len(buckets), num_scatters, Depth(1, num_scatters), sizes.has_replicas)
-        # Without repetitions: most ranks stage the same.
-        stagings = set(sizes.staging(buckets, local, order).values())
-        # Less in flight costs overlap alone; more buckets need more collectives.
-        for ahead in range(min(_DEPTH, len(buckets)), 0, -1):
-            order = order._replace(depth=Depth(ahead, ahead * num_scatters))
-            num_bytes = _bytes_of_fullest([staging._replace(order=order) for staging in stagings])
-            tried.append(Buckets(tuple(buckets), order, num_bytes))
-            if num_bytes <= staging_bytes:
-                return tried[-1]
+        num_scatters = -(-_MIN_SCATTERS // max(1, len(buckets))) if sizes.has_replicas else 1
+        order = PlanOrder(len(buckets), num_scatters, sizes.has_replicas)
+        num_bytes = _bytes_of_fullest(sizes.staging(buckets, local, order).values())
+        if (
+            num_bytes <= settings.staging_bytes
+            or len(buckets) == len(indices)
+            or 2 * count > _MAX_FOR_MEMORY
+        ):
+            return Buckets(tuple(buckets), order, num_bytes)
         count *= 2
-        if count > _MAX_FOR_MEMORY or len(buckets) == len(indices):
-            return min(tried, key=lambda buckets: buckets.staging_bytes)
 
 
 def _num_buckets(load_ns: Mapping[int, int], sizes: SizeCounter) -> int:
@@ -138,7 +122,8 @@ def _fill_buckets(
 def _bytes_of_fullest(stagings: Iterable[PlanStaging]) -> int:
     """Return the staging bytes of the fullest rank, as its engine allocates them."""
     num_bytes = 0
-    totals = [(sum(map(aligned_size, staging.buffers())), staging) for staging in stagings]
+    # Without repetitions: most ranks stage the same.
+    totals = [(sum(map(aligned_size, staging.buffers())), staging) for staging in set(stagings)]
     for total, staging in sorted(totals, key=lambda pair: -pair[0]):
         # Ranks that need less even without sharing are not laid out.
         if total > num_bytes:

@@ -98,16 +98,14 @@ def plan_matrices(
     settings: PlanSettings,
     *,
     load_ns: Mapping[int, int],
-    staging_bytes: int,
 ) -> ExchangePlan:
     """Plan the matrices of a domain, listed in the same order on all of its ranks.
 
     Args:
         matrices: Layouts.
-        settings: Rates, dtypes and maximum number of owners.
+        settings: Rates, dtypes and maximum number of owners, and memory of this plan on a rank. If
+            no number of buckets fits, the plan needs more.
         load_ns: Time that ranks of the domain spend on other matrices.
-        staging_bytes: Memory of a rank for messages and stacks of this plan. If no buckets fit, the
-            plan needs more, but as little as possible.
     """
     # Nothing here depends on the rank that builds the plan: all ranks must get the same.
     assignment = choose_owners(matrices, settings, load_ns)
@@ -119,7 +117,7 @@ def plan_matrices(
         # replicas still exchanges parts.
         is_local = len(owners) == 1 and all(region.holders == owners for region in matrix.regions)
         (local if is_local else exchanged).append(index)
-    buckets = choose_buckets(exchanged, local, sizes, staging_bytes, settings.num_buckets)
+    buckets = choose_buckets(exchanged, local, sizes, settings)
     return ExchangePlan(
         tuple(matrices),
         assignment.owners,
@@ -141,7 +139,7 @@ def staging_problem(
         return None
     largest = max(plans, key=lambda plan: plan.staging_bytes)
     matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
-    # Every plan gets at least an equal share of a limit. Buffers of several plans may leave gaps
+    # Plans share a limit equally. Buffers of several plans may leave gaps
     # between them: a tenth is added.
     enough = max(needed, len(plans) * largest.staging_bytes)
     enough += enough // 10 if len(plans) > 1 else 0

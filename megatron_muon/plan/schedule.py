@@ -6,16 +6,15 @@ A step is a list of rounds, one per bucket of a plan. The round of bucket i::
 
     local             local matrices are orthogonalized, one stack after the other
     wait_for_gather   the rows of bucket i have arrived
-    start_gather      the gathers of bucket i + ahead are packed, and start
+    start_gather      the gather of bucket i + 2 is packed, and starts
     orthogonalize     rows of bucket i are copied to its stacks and orthogonalized, into new memory
 
     and for every scatter j of the bucket:
-    finish_scatter    scatter j - behind has ended, and is applied
+    finish_scatter    the scatter two buckets before has ended, and is applied
     start_scatter     results of scatter j are packed, and start to travel
 
-Before the first round the gathers of the first ``ahead`` buckets of every plan start. After the
-last one come the remaining local matrices and messages. Without replicas a bucket
-has one scatter.
+Before the first round the gathers of the first two buckets of every plan start. After the last one
+come the remaining local matrices and messages. Without replicas a bucket has one scatter.
 
 With replicas, results are all-gathered after their scatter, in the order of scatters: on a GPU as
 soon as the scatter has ended, on gloo in ``finish_scatter``
@@ -39,18 +38,9 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-
-class Depth(NamedTuple):
-    """Messages of a plan in flight.
-
-    Args:
-        ahead: Gathers of later buckets in flight while a bucket is orthogonalized. With more, a
-            rank waits less for late ranks.
-        behind: Scatters in flight, the current one included.
-    """
-
-    ahead: int
-    behind: int
+# Gathers of later buckets in flight while a bucket is orthogonalized; also the number of buckets
+# whose scatters are in flight, the current one included. With one, ranks wait for late ranks.
+DEPTH = 2
 
 
 class PlanOrder(NamedTuple):
@@ -59,13 +49,11 @@ class PlanOrder(NamedTuple):
     Args:
         num_buckets: Buckets.
         num_scatters: Scatters per bucket.
-        depth: Messages in flight.
         has_replicas: Whether replicas all-gather results.
     """
 
     num_buckets: int
     num_scatters: int
-    depth: Depth
     has_replicas: bool
 
     def scatters_of(self, bucket: int) -> range:
@@ -106,21 +94,21 @@ def actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
 
 
 def _actions(plans: Sequence[PlanOrder]) -> Iterator[Action]:
-    # A gather needs gradients and memory, no result: the first ``ahead`` start at once.
+    # A gather needs gradients and memory, no result: the first ones start at once.
     for plan, order in enumerate(plans):
-        for bucket in range(min(order.depth.ahead, order.num_buckets)):
+        for bucket in range(min(DEPTH, order.num_buckets)):
             yield Action("start_gather", plan, bucket)
     rounds = rounds_of([order.num_buckets for order in plans])
     for number, (plan, bucket) in enumerate(rounds):
         order = plans[plan]
-        ahead, behind = order.depth
+        behind = DEPTH * order.num_scatters
         # Before the wait: local work fills the time of a gather.
         yield Action("local", 0, number)
         yield Action("wait_for_gather", plan, bucket)
         # Now this bucket's messages have left the memory of the next gather. It starts before
         # Newton-Schulz, which hides it.
-        if bucket + ahead < order.num_buckets:
-            yield Action("start_gather", plan, bucket + ahead)
+        if bucket + DEPTH < order.num_buckets:
+            yield Action("start_gather", plan, bucket + DEPTH)
         yield Action("orthogonalize", plan, bucket)
         # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
         # arrive. Their memory may serve this bucket's results.
@@ -132,7 +120,7 @@ def _actions(plans: Sequence[PlanOrder]) -> Iterator[Action]:
     yield Action("local", 0, len(rounds))
     for plan, order in enumerate(plans):
         end = order.num_buckets * order.num_scatters
-        for scatter in range(max(0, end - order.depth.behind), end):
+        for scatter in range(max(0, end - DEPTH * order.num_scatters), end):
             yield Action("finish_scatter", plan, scatter)
 
 

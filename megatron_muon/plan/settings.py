@@ -5,6 +5,7 @@
 Errors call a field of a user ``exchange.NAME``; ``megatron_muon.user_errors`` knows its flag.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -88,12 +89,9 @@ class PlanSettings:
     # Every plan of docs/performance.md needs less. When a step runs, activations are gone.
     staging_bytes: int = 11 * 10**9 // 2
 
-    def share_of_staging(self, staged_bytes: int, num_plans: int) -> int:
-        """Return the staging memory of the next plan of a rank, in bytes.
-
-        Earlier plans need ``staged_bytes``; ``num_plans`` are still to be made, this one included.
-        """
-        return max(0, self.staging_bytes - staged_bytes) // num_plans
+    def shared_by(self, num_plans: int) -> "PlanSettings":
+        """Return the settings of one of several plans of a rank: they share the memory equally."""
+        return dataclasses.replace(self, staging_bytes=self.staging_bytes // num_plans)
 
 
 # Flags of the exchange, --muon-fsdp-<name>, with the defaults of ExchangeSettings.

@@ -139,21 +139,11 @@ def plan_all(
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
     domains = {replicas: layouts[0].ranks for replicas, layouts in matrices.items()}
-    max_num_plans = max(Counter(itertools.chain(*domains.values())).values(), default=0)
-    # Plans so far and their staging memory, by rank.
-    num_plans: Counter[int] = Counter()
-    staged_bytes: Counter[int] = Counter()
-    for replicas, ranks in sorted(domains.items(), key=lambda item: (len(item[1]), item[::-1])):
-        staging_bytes = settings.share_of_staging(
-            max(staged_bytes[rank] for rank in ranks),
-            max_num_plans - max(num_plans[rank] for rank in ranks),
-        )
-        plan = plan_matrices(
-            matrices[replicas], settings, load_ns=load_ns, staging_bytes=staging_bytes
-        )
+    max_num_plans = max(Counter(itertools.chain(*domains.values())).values(), default=1)
+    settings = settings.shared_by(max_num_plans)
+    for replicas, _ in sorted(domains.items(), key=lambda item: (len(item[1]), item[::-1])):
+        plan = plan_matrices(matrices[replicas], settings, load_ns=load_ns)
         load_ns.update(plan.load_ns)
-        num_plans.update(ranks)
-        staged_bytes.update(dict.fromkeys(ranks, plan.staging_bytes))
         plans.append(plan)
     return plans
 

@@ -85,7 +85,7 @@ def build_engine(
             different plans, or when one of them lacks memory for the engine or a kernel for
             Newton-Schulz.
 
-    Communication: three flags over the job; per plan an all-gather of 24 bytes a rank and a hash;
+    Communication: three flags over the job; per plan an all-gather of 8 bytes a rank and a hash;
         a list of ranks as objects, and a new process group for each set of ranks that splits a
         matrix, in which one element is all-reduced. Per plan two collectives send one element to
         each rank that it will send to, and one gathers one from each replica. Another backend of
@@ -239,17 +239,14 @@ def _plan(
     """Plan every input on top of those before it, and compare plans across ranks."""
     plans: list[ExchangePlan] = []
     differences = []
-    load_ns = staged_bytes = 0
-    for number, (plan_input, settings) in enumerate(zip(inputs, resolved, strict=True)):
-        loads_ns, most_staged, position = _planned_before(
-            plan_input.domain, (load_ns, staged_bytes, number), device
-        )
+    load_ns = 0
+    for plan_input, settings in zip(inputs, resolved, strict=True):
+        loads_ns = _loads_before(plan_input.domain, load_ns, device)
         # Costs decide the sizes of stacks and which replica is the nearest.
         entries = [str(settings)]
-        share = settings.share_of_staging(most_staged, max_num_plans - position)
         try:
             plan = plan_matrices(
-                plan_input.matrices, settings, load_ns=loads_ns, staging_bytes=share
+                plan_input.matrices, settings.shared_by(max_num_plans), load_ns=loads_ns
             )
         except ValueError as error:
             # Others wait for the entries of this rank, and stop with it.
@@ -259,7 +256,6 @@ def _plan(
         differences += _differences(entries, plan_input.domain, device)
         plans.append(plan)
         load_ns = plan.load_ns[own_rank()]
-        staged_bytes += plan.staging_bytes
     # At the end, as ranks of other domains may be fine, and all stop together.
     raise_where_any_rank_fails(
         differences,
@@ -294,27 +290,14 @@ def _connect(engine: Engine, device: torch.device) -> None:
         logger.info("connecting took %d MB, %d MB are free", (free_before - free) / 1e6, free / 1e6)
 
 
-def _planned_before(
-    domain: Domain, mine: tuple[int, int, int], device: torch.device
-) -> tuple[dict[int, int], int, int]:
-    """Gather what the ranks of a domain have planned before.
-
-    Args:
-        domain: Ranks that plan together.
-        mine: Of this rank, the load in nanoseconds, the bytes of staging memory, and the number of
-            plans. Ranks may have different plans before this one.
-        device: Of the collective.
-
-    Returns:
-        The load of every rank, and the maximum of bytes and of plans.
-    """
+def _loads_before(domain: Domain, load_ns: int, device: torch.device) -> dict[int, int]:
+    """Gather the loads of earlier plans by rank of a domain; ranks may have different ones."""
     if domain.group is None:
-        return {domain.ranks[0]: mine[0]}, *mine[1:]
-    sent = torch.tensor(mine, dtype=torch.int64, device=device)
-    table = sent.new_empty(len(domain.ranks), len(mine))
-    dist.all_gather_into_tensor(table.view(-1), sent, group=domain.group)
-    loads_ns, staged, positions = zip(*table.tolist(), strict=True)
-    return dict(zip(domain.ranks, loads_ns, strict=True)), max(staged), max(positions)
+        return {domain.ranks[0]: load_ns}
+    sent = torch.tensor([load_ns], dtype=torch.int64, device=device)
+    loads_ns = sent.new_empty(len(domain.ranks))
+    dist.all_gather_into_tensor(loads_ns, sent, group=domain.group)
+    return dict(zip(domain.ranks, loads_ns.tolist(), strict=True))
 
 
 def _differences(entries: list[str], domain: Domain, device: torch.device) -> list[str]:

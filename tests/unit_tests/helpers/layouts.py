@@ -13,7 +13,7 @@ from megatron_muon.plan import CommDtypes, ExchangePlan, Route
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
-from megatron_muon.plan.schedule import Depth, PlanOrder
+from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import PlanSettings
 
 BF16 = CommDtypes("bfloat16", "bfloat16")
@@ -117,13 +117,10 @@ def plan_of(
     matrices: Sequence[MatrixLayout],
     cost: CostModel = SLOW,
     dtypes: CommDtypes = BF16,
-    *,
-    staging_bytes: int = 2**31,
     **settings: Any,
 ) -> ExchangePlan:
     """Plan some matrices; ``settings`` are other fields of ``PlanSettings``."""
-    numbers = PlanSettings(cost, dtypes, **settings)
-    return plan_matrices(matrices, numbers, load_ns={}, staging_bytes=staging_bytes)
+    return plan_matrices(matrices, PlanSettings(cost, dtypes, **settings), load_ns={})
 
 
 @st.composite
@@ -156,6 +153,5 @@ def plan_orders(draw: st.DrawFn) -> PlanOrder:
         num_buckets=draw(st.integers(0, 6)),
         # All results of a bucket come back in one scatter elsewhere.
         num_scatters=draw(st.integers(1, 4)) if has_replicas else 1,
-        depth=Depth(draw(st.integers(1, 5)), draw(st.integers(1, 5))),
         has_replicas=has_replicas,
     )

@@ -87,8 +87,8 @@ TRAINS_LIKE_DDP = [
     # Newton-Schulz in bf16, with either dtype of messages.
     row("medium", 2, 1, setting=MEDIUM, is_slow=False),
     row("fp32_messages", 3, 3, fsdp=(*FP32_MESSAGES, LITTLE_MEMORY, "30000"), setting=MEDIUM),
-    row("bf16_messages_hsdp", 4, 3, fsdp=(*HSDP, LITTLE_MEMORY, "29000"), setting=MEDIUM),
-    row("bf16_messages_replicas", 2, 0, fsdp=(LITTLE_MEMORY, "26000"), setting=MEDIUM),
+    row("bf16_messages_hsdp", 4, 3, fsdp=(*HSDP, LITTLE_MEMORY, "39000"), setting=MEDIUM),
+    row("bf16_messages_replicas", 2, 0, fsdp=(LITTLE_MEMORY, "45000"), setting=MEDIUM),
     # Owners of whole matrices gather blocks of both tensor-parallel ranks, in bf16.
     row("bf16_messages_tp2", 4, 3, *TP, *WHOLE, setting=MEDIUM),
     row("bf16_zero0", 2, 0, setting=IN_BF16, is_slow=False),

@@ -54,13 +54,11 @@ def test_matrix_that_a_rank_lacks_is_the_first_difference():
 @settings(max_examples=15)
 @given(matrix_lists(), matrix_lists())
 def test_refusal_names_a_limit_that_works(first, second):
-    """Two plans share a limit: what the first one leaves is for the second one."""
+    """Two plans share a limit equally."""
 
-    def planned(limit: int | None) -> tuple[list[ExchangePlan], int]:
+    def planned(limit: int) -> tuple[list[ExchangePlan], int]:
         """Plan one after the other, as ranks do."""
-        one = plan_of(first, staging_bytes=(limit or 2**40) // 2)
-        rest = max(0, (limit or 2**40) - one.staging_bytes)
-        plans = [one, plan_of(second, staging_bytes=rest)]
+        plans = [plan_of(matrices, staging_bytes=limit // 2) for matrices in (first, second)]
         return plans, sum(plan.staging_bytes for plan in plans)
 
     plans, needed = planned(1)

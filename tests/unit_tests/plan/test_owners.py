@@ -67,17 +67,17 @@ def test_owners_are_ranks_of_the_domain_and_loads_are_their_sums(matrices, cost,
 
 
 @given(matrix_lists(max_matrices=14), COSTS, LOADS)
-def test_fast_links_leave_no_rank_with_much_more_than_its_share(matrices, cost, before):
-    """At most the mean and one matrix more, by 3 %; or what it had before."""
-    links = {"gbps": 1e12, "gbps_between_nodes": 1e12, "all_reduce_us": 0, "collective_us": 0}
-    cost = dataclasses.replace(cost, **links)
+def test_no_rank_has_much_more_than_its_share(matrices, cost, before):
+    """A rank gets at most the mean and one matrix more, by 4 %, or keeps its load from before."""
+    # With latency, whole matrices of one rank may stay.
+    cost = dataclasses.replace(cost, all_reduce_us=0, collective_us=0)
     nothing = _assignment(matrices, cost, 1, before)
     loads_before = Counter(nothing.load_ns)
     loads_before.subtract(_loads(matrices, nothing, cost))
     mean_ns = sum(nothing.load_ns.values()) / len(nothing.load_ns)
     longest_ns = max(matrix_ns(matrix, cost) for matrix in matrices)
     most_ns = max(mean_ns + longest_ns, *loads_before.values())
-    assert max(nothing.load_ns.values()) <= 1.03 * most_ns + 1
+    assert max(nothing.load_ns.values()) <= 1.04 * most_ns + 1
 
 
 @given(matrix_lists(), COSTS, LOADS)
@@ -125,28 +125,13 @@ def test_whole_experts_stay_unless_an_exchange_costs_less():
     assert len(set(_owners([*small, one_matrix([32] * 4, num_cols=128)], CPU_RANKS))) == 4
 
 
-def test_slow_links_keep_owners_on_the_node_with_most_rows():
-    """Rank 9 holds most rows, but the node of rank 0 does; the link decides."""
-    rows = [0] * 16
-    rows[0], rows[1], rows[2], rows[9] = 30, 20, 20, 40
-    for gbps, owner in ((1.0, 0), (450.0, 9)):
-        assert _owners([one_matrix(rows)], CostModel(gbps_between_nodes=gbps)) == ((owner,),)
-
-
-def test_slow_links_cost_balance():
-    """With links a million times slower, the holders of most rows own all of their matrices."""
-    matrices = [one_matrix([60, 2, 2, 0])] * 4
-    assert len(set(_owners(matrices, CostModel(kernel_us=1000)))) == 4
-    assert set(_owners(matrices, CostModel(gbps=1e-4, gbps_between_nodes=1e-4))) == {(0,)}
-
-
 def test_holders_share_out_what_only_few_ranks_hold():
     """Llama-3-70B under tensor parallelism: the matrices of a shape have few holders.
 
-    By traffic alone all of them would go to the largest one, whose link would be the slowest.
+    By held rows alone all of them would go to the largest one, whose link would be the slowest.
     """
     matrices = [one_matrix([33, 31, 0, 0], num_cols=4096)] * 2 + [one_matrix([16] * 4)] * 64
-    owners = _owners(matrices, CostModel(gbps=5, kernel_us=100))
+    owners = _owners(matrices, CostModel(kernel_us=100))
     assert sorted(owners[:2]) == [(0,), (1,)]
 
 

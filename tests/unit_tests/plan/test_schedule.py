@@ -6,7 +6,7 @@ from helpers.layouts import plan_orders
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan.schedule import PlanOrder, actions_of, rounds_of
+from megatron_muon.plan.schedule import DEPTH, PlanOrder, actions_of, rounds_of
 
 
 def _of_plan(orders: list[PlanOrder], plan: int) -> list[tuple[str, int]]:
@@ -37,15 +37,15 @@ def test_each_action_comes_once_in_order_and_after_what_it_needs(order):
         for scatter in order.scatters_of(bucket):
             after = [log.index((kind, scatter)) for kind in of_scatter]
             assert before + after == sorted(before + after)
-    # As much is in flight during Newton-Schulz as the depth says: buckets ahead, scatters behind.
+    # Gathers of two buckets and scatters of two are in flight during Newton-Schulz.
     ahead = behind = 0
     for kind, number in log:
         ahead += (kind == "start_gather") - (kind == "wait_for_gather")
         behind += (kind == "start_scatter") - (kind == "finish_scatter")
-        assert ahead <= order.depth.ahead and behind <= order.depth.behind
+        assert ahead <= DEPTH and behind <= DEPTH * order.num_scatters
         if kind == "orthogonalize":
-            assert ahead == min(order.depth.ahead, order.num_buckets - number - 1)
-            assert behind == min(order.depth.behind, number * order.num_scatters)
+            assert ahead == min(DEPTH, order.num_buckets - number - 1)
+            assert behind == min(DEPTH, number) * order.num_scatters
 
 
 @given(st.lists(plan_orders(), min_size=1, max_size=3))

@@ -46,14 +46,11 @@ def test_messages_follow_the_precision_of_newton_schulz(comm_dtype, is_bf16, dty
     assert found.normalizes == (dtypes[0] == "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("limit", "staged", "num_plans", "expected"),
-    [(None, 0, 1, 5_500_000_000), (900, 0, 2, 450), (900, 100, 1, 800), (900, 1000, 1, 0)],
-)
-def test_next_plan_has_an_equal_share_of_what_is_left(limit, staged, num_plans, expected):
-    """Of a limit, or of 5.5 GB; what earlier plans left over is for the last one."""
+@pytest.mark.parametrize(("limit", "expected"), [(None, 2_750_000_000), (901, 450)])
+def test_plans_share_the_staging_memory_equally(limit, expected):
+    """Plans of a rank use their buffers in one step, so a limit holds for their sum."""
     settings = ExchangeSettings(staging_bytes=limit).plan_settings(CostModel(), is_bf16=True)
-    assert settings.share_of_staging(staged, num_plans) == expected
+    assert settings.shared_by(2).staging_bytes == expected
 
 
 def test_errors_name_flags_to_who_set_flags():

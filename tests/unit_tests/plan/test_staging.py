@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import CommDtypes, RankPlan
-from megatron_muon.plan.schedule import Depth, PlanOrder, actions_of
+from megatron_muon.plan.schedule import PlanOrder, actions_of
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 
 _SIZES = st.integers(0, 750)
@@ -83,27 +83,27 @@ def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
     assert plan.staging_bytes == max(StagingLayout.build([each]).num_bytes for each in staging)
 
 
-def test_equal_buckets_need_six_buffers_however_many_they_are():
-    """One gather and one scatter are in flight, one bucket is orthogonalized; the rest is free."""
-    for count in (3, 4, 9):
-        # While the stacks are filled: messages of the next gather, rows that arrived, stacks, and
-        # messages of the scatter before.
+def test_equal_buckets_need_ten_buffers_however_many_they_are():
+    """Two gathers and two scatters are in flight, one bucket is orthogonalized; others are free."""
+    for count in (5, 6, 9):
+        # While the stacks are filled: messages of the next gathers, rows that arrived, stacks, and
+        # messages of the scatters before.
         plan = PlanStaging(
-            PlanOrder(count, 1, Depth(1, 1), False),
+            PlanOrder(count, 1, False),
             (BucketSizes(256, 256, 256),) * count,
             (ScatterSizes(256, 256),) * count,
             0,
             FP32,
         )
-        assert StagingLayout.build([plan]).num_bytes == 6 * 1024
+        assert StagingLayout.build([plan]).num_bytes == 10 * 1024
 
 
-def test_scatters_of_a_bucket_share_the_memory_of_replicas():
-    """Eight scatters of an eighth each, two in flight: a quarter of what one scatter needs."""
+def test_results_of_two_buckets_are_in_memory_at_a_time():
+    """Replicas receive whole shards: in eight buckets they need a quarter of the memory."""
     sizes = []
-    for num_scatters in (1, 8):
-        order = PlanOrder(1, num_scatters, Depth(1, 2), True)
-        scatters = (ScatterSizes(0, 2048 // num_scatters),) * num_scatters
-        plan = PlanStaging(order, (BucketSizes(0, 0, 0),), scatters, 0, FP32)
+    for count in (1, 8):
+        order = PlanOrder(count, 1, True)
+        scatters = (ScatterSizes(0, 2048 // count),) * count
+        plan = PlanStaging(order, (BucketSizes(0, 0, 0),) * count, scatters, 0, FP32)
         sizes.append(StagingLayout.build([plan]).num_bytes)
     assert sizes == [8192, 2048]

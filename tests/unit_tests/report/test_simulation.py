@@ -28,16 +28,13 @@ def test_preview_plans_what_a_run_plans(numbers):
     model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=2)
     *of_experts, dense = simulate(model, Parallelism(dp=8, ep=2), numbers)
     assert [plan.ranks for plan in of_experts] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    load_ns, most_staged = {}, 0
+    numbers, load_ns = numbers.shared_by(2), {}
     for expected in of_experts:
         before = dict.fromkeys(expected.ranks, 0)
-        share = numbers.share_of_staging(0, 2)
-        plan = plan_matrices(expected.matrices, numbers, load_ns=before, staging_bytes=share)
+        plan = plan_matrices(expected.matrices, numbers, load_ns=before)
         assert plan.entries() == expected.entries()
         load_ns |= {rank: plan.load_ns[rank] for rank in plan.ranks}
-        most_staged = max(most_staged, plan.staging_bytes)
-    share = numbers.share_of_staging(most_staged, 1)
-    plan = plan_matrices(dense.matrices, numbers, load_ns=load_ns, staging_bytes=share)
+    plan = plan_matrices(dense.matrices, numbers, load_ns=load_ns)
     assert plan.entries() == dense.entries()
 
 

@@ -10,7 +10,7 @@ from helpers.layouts import plans
 from hypothesis import given, settings
 
 from megatron_muon.plan.__main__ import main
-from megatron_muon.plan.schedule import Depth, PlanOrder
+from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.report.rank_report import build_report
 from megatron_muon.report.timeline import Round, timeline
 
@@ -36,24 +36,29 @@ def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
 
 
 def test_rows_come_before_newton_schulz_and_results_after_it():
-    """Two buckets with one gather ahead: the second gather runs under the first products."""
-    order = PlanOrder(2, 2, Depth(ahead=1, behind=1), has_replicas=False)
-    first = Round(rows=3, results=8, newton_schulz=10)
-    second = Round(rows=5, results=4, newton_schulz=10)
-    spans = timeline(6, [[first, second]], [order])
+    """Three buckets: gathers run under the products before, and so do results."""
+    order = PlanOrder(3, 1, has_replicas=False)
+    rounds = [
+        Round(rows=3, results=30, newton_schulz=10),
+        Round(rows=5, results=4, newton_schulz=10),
+        Round(rows=1, results=4, newton_schulz=10),
+    ]
+    spans = timeline(8, [rounds], [order])
     assert [(span.kind, span.start, span.end) for span in spans] == [
         ("rows to owners", 0, 3),
-        ("Newton-Schulz", 0, 2),  # a third of the local matrices
         ("rows to owners", 3, 8),
+        ("Newton-Schulz", 0, 2),  # a quarter of the local matrices
+        ("rows to owners", 8, 9),
         ("Newton-Schulz", 3, 13),
-        ("results", 13, 17),
-        # The GPU waits for a half before it starts the other one.
-        ("results", 17, 21),
-        ("Newton-Schulz", 17, 19),
-        ("Newton-Schulz", 19, 29),
-        ("results", 29, 31),
-        ("results", 31, 33),
-        ("Newton-Schulz", 31, 33),
+        ("results", 13, 43),
+        ("Newton-Schulz", 13, 15),
+        ("Newton-Schulz", 15, 25),
+        ("results", 43, 47),
+        ("Newton-Schulz", 25, 27),
+        ("Newton-Schulz", 27, 37),
+        # The GPU waits for the first results before it starts the third.
+        ("results", 47, 51),
+        ("Newton-Schulz", 43, 45),
     ]
 
 
@@ -62,7 +67,7 @@ def test_newton_schulz_waits_for_rows_and_results_for_newton_schulz(tmp_path, ca
     file = tmp_path / "step.svg"
     assert main(["--preset", "llama3-8b", "--dp", "64", "--svg", str(file)]) == 0
     text = capsys.readouterr().out
-    said = "step of Muon: 23.0 ms on the slowest GPU, of which Newton-Schulz 13.3 ms and waits"
+    said = "step of Muon: 23.8 ms on the slowest GPU, of which Newton-Schulz 14.0 ms and waits"
     assert said in text
     assert "the step is 0.3%" in text
     root = ElementTree.parse(file).getroot()

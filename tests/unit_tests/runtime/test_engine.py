@@ -170,11 +170,11 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
 
 def test_staging_memory_is_freed_and_within_the_limit():
     """Between steps the allocator has it, and in a step it is what the report says."""
-    run = run_ranks(2, each_of, _memory_of_steps, [[None], [30_000]]).check()
+    run = run_ranks(2, each_of, _memory_of_steps, [[None], [35_000]]).check()
     for (before, free, free_bytes), (after, limited, limited_bytes) in run.results:
         assert before == after == 0
         # Without a limit it takes more: otherwise this would test nothing.
-        assert 0 < limited == limited_bytes <= 30_000 < free == free_bytes
+        assert 0 < limited == limited_bytes <= 35_000 < free == free_bytes
 
 
 def _nan_in_one_matrix() -> list[str]:
