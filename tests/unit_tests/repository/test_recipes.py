@@ -17,7 +17,11 @@ from helpers.ranks import ROOT
 RECIPES = [
     ("with_accelerate", "accelerate", ()),
     ("with_trainer", "transformers accelerate", ()),
-    ("with_trainer", "transformers accelerate", ("--form", "class", "--state-dict-type", "FULL_STATE_DICT")),
+    (
+        "with_trainer",
+        "transformers accelerate",
+        ("--form", "class", "--state-dict-type", "FULL_STATE_DICT"),
+    ),
     ("with_trainer", "transformers accelerate", ("--form", "parameters")),
     ("with_trainer", "trl", ("--trainer", "trl", "--form", "parameters")),
     ("with_trainer", "axolotl", ("--trainer", "axolotl")),
