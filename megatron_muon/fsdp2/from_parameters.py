@@ -63,11 +63,12 @@ class from_parameters(MuonAdamW):
         divided = []
         for group in groups:
             tensors = set(group["params"])
+            others = {key: value for key, value in group.items() if key != "momentum"}
             of_muon = {key: group[key] for key in group if key not in _OF_ELEMENTWISE}
             for algorithm, part in zip(optimizer.algorithms, optimizer.param_groups, strict=True):
                 named = zip(part["param_names"], part["params"], strict=True)
                 if kept := [(name, param) for name, param in named if param in tensors]:
-                    own = of_muon if algorithm == "muon" else group
+                    own = of_muon if algorithm == "muon" else others
                     divided.append({**part, "algorithm": algorithm, **own, "params": kept})
         # Muon's first, as from_model has them.
         divided.sort(key=lambda part: part["algorithm"] != "muon")

@@ -67,7 +67,7 @@ def agree_to_step(
     group: dist.ProcessGroup | None,
     device: torch.device,
     known_problems: Sequence[str] = (),
-    removed: Collection[torch.Tensor] = (),
+    fresh_params: Collection[torch.Tensor] = (),
 ) -> set[torch.Tensor]:
     """Agree on all ranks to step, and return the parameters without a gradient on any rank.
 
@@ -76,21 +76,21 @@ def agree_to_step(
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
         known_problems: Other problems of this rank, as sentences.
-        removed: Parameters whose state was removed on this rank.
+        fresh_params: Parameters whose state is fresh in this step on this rank.
 
     Raises:
         RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
             parameter, when a gradient is not finite, has another dtype (but bfloat16), placement
-            or shape than its parameter, or is missing, or its state was removed, on some holders of
+            or shape than its parameter, or is missing, or its state is fresh, on some holders of
             the parameter alone.
 
     Communication: one all-reduce of two int32 over the group, read by the host once. Where a
-        gradient is missing, or state was removed: a gather of names over the group, and a flag.
+        gradient is missing, or state is fresh: a gather of names over the group, and a flag.
     """
     problems = [*known_problems, *_blocked_problems(holders.values())]
     grads: list[tuple[str, torch.Tensor]] = []
     missing: list[GradientKey] = []
-    fresh = [key for key, each in holders.items() if each.param in removed] if removed else []
+    fresh = [key for key, each in holders.items() if each.param in fresh_params]
     # Few calls: it runs per parameter and step, whatever the device.
     for key, parameter in holders.items():
         grad, shard = parameter.param.grad, local_tensor(parameter.param)
@@ -142,6 +142,8 @@ def _one_sided_problems(
             f"{key.name}: expected to reset state on all ranks that hold the parameter or on none, "
             f"got no state on rank {rank}. Reset it on all ranks, or load a state"
             for key in holders.keys() & set(others) - set(fresh)
+            # Empty shards of AdamW may have no state.
+            if key.is_muons or holders[key].param.grad is not None
         ]
     return problems
 

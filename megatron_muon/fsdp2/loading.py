@@ -3,6 +3,7 @@
 """Validation of optimizer states on load."""
 
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_muon.runtime.agreement import (
     gather_objects,
     raise_where_any_rank_fails,
 )
-from megatron_muon.runtime.tensors import sharding_of
+from megatron_muon.runtime.tensors import are_same, sharding_of
 from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
 
@@ -163,34 +164,60 @@ def _problem(
     return None
 
 
-def incomplete_states(
+def follow_elementwise(
+    known: list[weakref.ref[torch.Tensor]],
     algorithms: Iterable[str],
     groups: Iterable[Mapping[str, Any]],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
-) -> list[str]:
-    """List parameters of AdamW and Lion whose state lacks a tensor, a sentence each."""
-    return [
-        f"group {number}, parameter {index}: expected {sorted(keys)} of {algorithm}, or no state, "
-        f"got {sorted(values)}. Remove all of it for a fresh state"
-        for number, (algorithm, group) in enumerate(zip(algorithms, groups, strict=True))
-        if (keys := _KEYS.get(algorithm))
-        for index, param in enumerate(group["params"])
-        if (values := state.get(param)) and not keys <= values.keys()
-    ]
+) -> tuple[list[str], set[torch.Tensor]]:
+    """Return problems of the state of AdamW and Lion, and parameters that get a fresh one.
+
+    Args:
+        known: Tensors of the last call, which are not compared again; updated.
+        algorithms: Algorithms of the groups.
+        groups: Parameter groups.
+        state: State by parameter; users may have removed or replaced some.
+    """
+    held: list[Any] = []
+    fresh: set[torch.Tensor] = set()
+    for number, (algorithm, group) in enumerate(zip(algorithms, groups, strict=True)):
+        if algorithm == "muon":
+            continue
+        keys = [*_KEYS[algorithm], *["max_exp_avg_sq"] * bool(group.get("amsgrad"))]
+        for index, param in enumerate(group["params"]):
+            if values := state.get(param):
+                held += [(number, index, param, key, values.get(key)) for key in keys]
+                if algorithm == "adamw":
+                    held.append((number, index, None, "step", values.get("step")))
+            elif param.grad is not None:
+                fresh.add(param)
+    if are_same(known, [value for *_, value in held]):
+        return [], fresh
+    problems = []
+    for number, index, param, key, value in held:
+        memory = ("dtype", "device") if param is not None else ()
+        expected = sharding_of(torch.zeros(()) if param is None else param, *memory)
+        if (actual := sharding_of(value, *memory)) != expected:
+            problems.append(
+                f"group {number}, parameter {index}: expected {key} of {expected}, got {actual}. "
+                "Put a tensor like the parameter there, or remove all of its state"
+            )
+    known[:] = [] if problems else [weakref.ref(value) for *_, value in held]
+    return problems, fresh
 
 
 def after_pre_hooks(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
     """Return a state as the hooks of its load leave it, and their errors."""
-    state_dict = dict(state_dict)
     try:
+        state_dict = dict(state_dict)
         for hook in getattr(optimizer, _PRE_HOOKS).values():
             changed = hook(optimizer, state_dict)
-            state_dict = state_dict if changed is None else changed
+            state_dict = state_dict if changed is None else dict(changed)
     # Any error: other ranks go on to collectives.
     except Exception as error:
-        return state_dict, [first_line(error)]
+        return {}, [first_line(error)]
     return state_dict, []
 
 
@@ -242,6 +269,8 @@ def load_together(
     try:
         moments += [(each.values, each.values.clone()) for each in muon.engine.moments]
         if not problems:
+            # Without state that was removed no key would be expected.
+            muon.muon_step.follow_state()
             fresh = muon.state if has_state else {}
             new_state, problems = arranged(optimizer, algorithms, state_dict, fresh)
         if not problems:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for DTensors: momentum on shards, Newton-Schulz on whole matrices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from megatron_muon.fsdp2.loading import after_pre_hooks, load_together
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
 from megatron_muon.fsdp2.settings import (
     MuonArguments,
-    check_values,
     group_problems,
     key_problems,
     layouts_of,
@@ -234,8 +233,8 @@ class Muon(WholeMatrixMuon):
                 "add_param_group: expected all parameters at construction, which plans their "
                 "exchange, got more. Build a new optimizer with all of them."
             )
-        check_values({**self.defaults, **param_group})
-        if problems := key_problems(param_group, "muon", self._settings):
+        group = {**self.defaults, **param_group}
+        if problems := key_problems(group, "muon", self._settings, is_new=True):
             raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
 
@@ -298,6 +297,7 @@ class Muon(WholeMatrixMuon):
         overlap_fn: Callable[[], None] | None,
         problems: Sequence[str] = (),
         others: OtherBytes = NOTHING,
+        fresh: Collection[torch.Tensor] = (),
     ) -> None:
         """Step, and call a function when the first rows are in transit.
 
@@ -305,6 +305,7 @@ class Muon(WholeMatrixMuon):
             overlap_fn: Other work, without communication.
             problems: Reasons for all ranks to refuse the step, as sentences.
             others: Memory of that work.
+            fresh: Other parameters whose state is fresh in this step.
         """
         # A rank without parameters has nothing to step, and nothing to agree on.
         if not self._holders:
@@ -317,7 +318,8 @@ class Muon(WholeMatrixMuon):
             problems.append(_REPLANNED)
         try:
             step = self.muon_step
-            without = agree_to_step(self._holders, step.group, step.device, problems, step.removed)
+            fresh = step.removed.union(fresh)
+            without = agree_to_step(self._holders, step.group, step.device, problems, fresh)
         except RuntimeError:
             self.muon_step.release()
             raise

@@ -19,7 +19,7 @@ from megatron_muon.fsdp2.loading import (
     after_pre_hooks,
     arranged,
     call_post_hooks,
-    incomplete_states,
+    follow_elementwise,
     load_between_hooks,
     load_together,
 )
@@ -28,7 +28,6 @@ from megatron_muon.fsdp2.parameters import planned_parameters
 from megatron_muon.fsdp2.settings import (
     PLANNED,
     MuonArguments,
-    check_values,
     group_problems,
     key_problems,
 )
@@ -141,6 +140,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.muon: Muon | None = None
         self._planned: list[int] = []
         self._reasons: dict[str, str] = {}
+        # Tensors of AdamW's and Lion's state in the last step.
+        self._followed: list[Any] = []
         # torch refuses an empty list, as of a pipeline stage.
         super().__init__(listed or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
         if listed and not is_chosen:
@@ -227,8 +228,7 @@ class MuonAdamW(torch.optim.Optimizer):
             )
         for key, value in self._defaults[algorithm].items():
             param_group.setdefault(key, value)
-        check_values(param_group)
-        if problems := key_problems(param_group, algorithm, self._settings):
+        if problems := key_problems(param_group, algorithm, self._settings, is_new=True):
             raise ValueError("; ".join(problems))
         super().add_param_group(param_group)
         if algorithm != "muon":
@@ -320,9 +320,11 @@ class MuonAdamW(torch.optim.Optimizer):
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
         problems = group_problems(self.param_groups, self.algorithms, self._settings)
-        problems += incomplete_states(self.algorithms, self.param_groups, self.state)
-        problems += [] if self._ids() == self._planned else [_CHANGED]
-        muon._step_overlapped(step_others, problems, memory)
+        replaced, fresh = follow_elementwise(
+            self._followed, self.algorithms, self.param_groups, self.state
+        )
+        problems += replaced + ([] if self._ids() == self._planned else [_CHANGED])
+        muon._step_overlapped(step_others, problems, memory, fresh if self._has_stepped else ())
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if not self._has_stepped:
             self.state.update({param: values for param, values in muon.state.items() if values})
@@ -380,4 +382,4 @@ class MuonAdamW(torch.optim.Optimizer):
             )
         names = ("_defaults", "_options", "_settings", "algorithms", "muon", "_planned", "_reasons")
         attributes = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **attributes, "_inner": {}}
+        return {**super().__getstate__(), **attributes, "_inner": {}, "_followed": []}

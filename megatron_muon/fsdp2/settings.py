@@ -25,26 +25,6 @@ from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings
 from megatron_muon.step.second_moments import SecondMoments, method_problems
 
-
-def check_values(group: Mapping[str, Any]) -> None:
-    """Refuse values of a parameter group with which no step makes sense.
-
-    Raises:
-        ValueError: A learning rate or weight decay below 0, a momentum outside of [0, 1), or
-            something that is neither a number nor a tensor without dimensions.
-    """
-    for name, end in (("lr", math.inf), ("weight_decay", math.inf), ("momentum", 1.0)):
-        value = group.get(name, 0.0)
-        is_scalar = (
-            isinstance(value, numbers.Real | torch.Tensor) and getattr(value, "ndim", 0) == 0
-        )
-        if not is_scalar or not 0.0 <= value < end:
-            raise ValueError(
-                f"{name}: expected a number, at least 0 and less than {end}, got {value!r}. Pass "
-                "another"
-            )
-
-
 # Keys of other optimizers, such as torch.optim.Muon, dion, xtuner and nanochat, with their names
 # here.
 _RENAMED = {
@@ -58,31 +38,34 @@ _RENAMED = {
     "mu": "momentum",
     "muon_split_sizes": "split_sizes",
     "newton_schulz_func": "newton_schulz",
+    "newton_schulz_steps": "num_ns_steps",
     "ns_coefficients": "coefficient_type",
     "ns_steps": "num_ns_steps",
     "num_experts": "split_sizes",
     "num_heads": "split_sizes",
     "splits": "split_sizes",
     "use_muon": "algorithm",
+    "use_nesterov": "nesterov",
     "wd": "weight_decay",
 }
 # Keys of a group of Muon that decide the plan, with their defaults.
 PLANNED: Mapping[str, Any] = {"split_sizes": None, "transposed": False, "flatten": False}
 _ADAMW = frozenset(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
-# OneCycleLR and CyclicLR set momentum in all groups.
-_COMMON = {"params", "param_names", "lr", "weight_decay", "momentum"}
+_COMMON = {"params", "param_names", "lr", "weight_decay"}
+# Numbers from 0 on, and their ends.
+_ENDS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0}
 # Keys that a step reads, by algorithm.
 _READ = {
-    "muon": _COMMON | PLANNED.keys(),
+    "muon": _COMMON | PLANNED.keys() | {"momentum"},
     "adamw": _COMMON | _ADAMW | {"decoupled_weight_decay"},
     "lion": _COMMON | {"betas"},
 }
 
 
 def key_problems(
-    group: Mapping[str, Any], algorithm: str, settings: Mapping[str, Any]
+    group: Mapping[str, Any], algorithm: str, settings: Mapping[str, Any], *, is_new: bool = False
 ) -> list[str]:
-    """List keys of a parameter group that a step would ignore, a sentence each.
+    """List keys of a parameter group that a step would ignore, or cannot use, a sentence each.
 
     Tools add keys of their own, such as ``initial_lr`` or ``lr_scale``: all are accepted except
     arguments of optimizers, and misspelled keys.
@@ -91,10 +74,22 @@ def key_problems(
         group: The group, or one that is loaded.
         algorithm: Its algorithm.
         settings: Settings that all groups of Muon share, by name.
+        is_new: Whether it is the user's. Schedules may leave the range of a number by its rounding,
+            and set momentum in all groups.
     """
     problems = []
     for key, value in group.items():
-        if key in _READ[algorithm] or (remedy := _remedy(key, algorithm)) is None:
+        end = _ENDS.get(key)
+        # The host would wait for the device to compare a tensor.
+        is_scalar = isinstance(value, numbers.Real | torch.Tensor) and not getattr(value, "ndim", 0)
+        if end is not None and not (is_scalar and (not is_new or 0.0 <= value < end)):
+            problems.append(
+                f"{key}: expected a number, at least 0 and less than {end}, got {value!r}. Pass "
+                "another"
+            )
+        if key in _READ[algorithm] or (key == "momentum" and not is_new):
+            continue
+        if (remedy := _remedy(key, algorithm)) is None:
             continue
         expected = f"no such key in a group of {algorithm}"
         if algorithm == "muon" and key in settings:

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local tensors: of a DTensor, adjacent in memory, not finite."""
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -51,12 +52,23 @@ def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return inner[0] if is_like else tensor
 
 
-def sharding_of(tensor: torch.Tensor) -> str:
-    """Describe the shard of a rank."""
-    local = local_tensor(tensor)
+def sharding_of(value: Any, *attributes: str) -> str:  # noqa: ANN401 - of users
+    """Describe the shard of a rank, with attributes of its tensor; of no tensor the type."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    local = local_tensor(value)
     # Sizes of an empty shard vary.
-    text = f"local shape {tuple(local.shape) if local.numel() else 'empty'}"
-    return f"{text}, {tensor.placements}" if isinstance(tensor, DTensor) else text
+    parts = [f"local shape {tuple(local.shape) if local.numel() else 'empty'}"]
+    parts += [str(value.placements)] if isinstance(value, DTensor) else []
+    return ", ".join(parts + [str(getattr(local, name)) for name in attributes])
+
+
+def are_same(references: Sequence[weakref.ref[torch.Tensor]], tensors: Sequence[Any]) -> bool:
+    """Return whether references are to these tensors, all of which exist."""
+    return len(references) == len(tensors) and all(
+        tensor is not None and reference() is tensor
+        for reference, tensor in zip(references, tensors, strict=True)
+    )
 
 
 def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

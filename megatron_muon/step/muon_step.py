@@ -25,7 +25,7 @@ from megatron_muon.runtime.agreement import (
 )
 from megatron_muon.runtime.arena import NOTHING, OtherBytes, is_out_of_memory
 from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
-from megatron_muon.runtime.tensors import local_tensor, sharding_of
+from megatron_muon.runtime.tensors import are_same, local_tensor, sharding_of
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.plan_inputs import find_plan_inputs
@@ -33,6 +33,8 @@ from megatron_muon.step.second_moments import SecondMoments
 from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, place_momentum
 
 logger = logging.getLogger(__name__)
+
+_MEMORY = ("dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -202,36 +204,29 @@ class MuonStep:
 
     def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Describe the shards of a state by name."""
-        is_anywhere = self._step.offload_momentum
-        described = {}
-        for key, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                described[key] = type(value).__name__
-            elif key == "momentum_buffer" and is_anywhere:
-                described[key] = sharding_of(value)
-            else:
-                described[key] = f"{sharding_of(value)} on {local_tensor(value).device.type}"
-        return described
+        # Momentum is converted, and maybe moved.
+        of_momentum = () if self._step.offload_momentum else ("device",)
+        return {
+            key: sharding_of(value, *(of_momentum if key == "momentum_buffer" else _MEMORY))
+            for key, value in values.items()
+        }
 
     def follow_state(self) -> list[str]:
         """Create state that was removed since the last step, and list tensors that do not fit.
 
         Users own the state: they empty it between phases of a training, or replace its tensors.
         """
-        now = [
-            tensor
-            for optimizer, param, shards in self._stored
-            for tensor in map(optimizer.state.get(param, {}).get, shards)
-        ]
-        if len(self._followed) == len(now) and all(
-            tensor is not None and ref() is tensor
-            for ref, tensor in zip(self._followed, now, strict=True)
-        ):
-            return []
         states = [optimizer.state.setdefault(param, {}) for optimizer, param, _ in self._stored]
+        places = [
+            (state, key)
+            for state, (*_, shards) in zip(states, self._stored, strict=True)
+            for key in shards
+        ]
+        if are_same(self._followed, [state.get(key) for state, key in places]):
+            return []
         problems, removed = [], set()
         for state, (_, param, shards) in zip(states, self._stored, strict=True):
-            actual = self._shards_of({key: state[key] for key in shards if key in state})
+            actual = self._shards_of(state)
             if not shards.keys() <= actual.keys():
                 removed.add(param)
             problems += [
@@ -247,11 +242,7 @@ class MuonStep:
             # Views of what was removed would keep its memory.
             self._matrix_step.forget()
         self.complete_state(self.state())
-        self._followed = [
-            weakref.ref(state[key])
-            for state, (*_, shards) in zip(states, self._stored, strict=True)
-            for key in shards
-        ]
+        self._followed = [weakref.ref(state[key]) for state, key in places]
         return []
 
     def publish_moments(self) -> None:

@@ -116,6 +116,8 @@ IGNORED: list[tuple[str, Any, str]] = [
     ("adjust_lr_fn", None, "Pass scale_mode"),
     ("num_heads", 4, "Call it split_sizes"),
     ("mu", 0.5, "Call it momentum"),
+    ("lr", None, "expected a number"),
+    ("newton_schulz_steps", 3, "Pass num_ns_steps"),
     ("epsilon", 1e-8, "Pass eps"),
     ("use_muon", False, "Pass algorithm, with muon, adamw or lion"),
     ("momentun", 0.5, "Write momentum"),
@@ -143,10 +145,12 @@ def test_keys_that_no_step_reads_are_refused(key, value, said):
         assert torch.equal(param, before)
 
 
-@pytest.mark.parametrize("key", ["nesterov", "split_sizes", "beta", "algorithms", "num_heads"])
+@pytest.mark.parametrize(
+    "key", ["nesterov", "momentum", "split_sizes", "beta", "algorithms", "num_heads"]
+)
 def test_keys_that_adamw_does_not_read_are_refused(key):
-    """Some are keys of Muon's groups."""
-    group = {"params": [_param(4)], "algorithm": "adamw", key: True}
+    """Some are keys of Muon's groups; momentum was removed in silence."""
+    group = {"params": [_param(4)], "algorithm": "adamw", key: 0.5}
     _assert_refused(f"{key}: expected", lambda: MuonAdamW([group]))
 
 

@@ -103,6 +103,23 @@ def test_removed_second_moments_are_zero(method):
         torch.testing.assert_close(own, expected, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("reset", [_replace, _clear, _delete, _pop_of_matrices])
+@pytest.mark.parametrize("make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)])
+def test_state_is_loaded_after_it_was_removed(make, reset):
+    """It was refused: no key of a state was expected once the current one was empty."""
+    model = small_model()
+    optimizer = make(model, **OPTIONS)
+    draw_grads(model.parameters(), 0)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    reset(optimizer)
+    optimizer.load_state_dict(state)
+    loaded = optimizer.state_dict()["state"]
+    assert loaded.keys() == state["state"].keys()
+    for number, values in loaded.items():
+        assert all(torch.equal(values[key], value) for key, value in state["state"][number].items())
+
+
 @pytest.mark.parametrize("make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)])
 def test_state_of_the_start_is_loaded_later(make):
     """A search for a learning rate goes back to it; it was refused as another algorithm's."""
@@ -175,14 +192,34 @@ def test_names_of_wrappers_do_not_count(form, is_saved):
     assert all(map(torch.equal, *momentum)) and not torch.equal(*momentum[0])
 
 
-def _put(value: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Replace the momentum of a matrix."""
+def _put(value: Callable[[Any], Any], key: str = "momentum_buffer") -> Callable[[Any], None]:
+    """Replace a tensor of the first parameter that has it."""
 
     def change(optimizer: Any) -> None:
-        param = optimizer.param_groups[0]["params"][0]
-        optimizer.state[param]["momentum_buffer"] = value(optimizer.state[param]["momentum_buffer"])
+        values = next(values for values in optimizer.state.values() if key in values)
+        values[key] = value(values[key])
 
     return change
+
+
+def test_copies_of_bfloat16_parameters_stay_in_float32():
+    """One in bfloat16 was taken, and lost most of each update."""
+    model = small_model().to(torch.bfloat16)
+    optimizer = MuonAdamW.from_model(model, **OPTIONS)
+    draw_grads(model.parameters(), 0)
+    optimizer.step()
+    _put(lambda value: value.bfloat16(), "main_param")(optimizer)
+    with pytest.raises(RuntimeError, match="expected main_param of .*torch.float32"):
+        optimizer.step()
+
+
+def _delete_of_adamw(optimizer: Any) -> None:
+    for param in optimizer.param_groups[1]["params"]:
+        del optimizer.state[param]
+
+
+def _set_no_rate(optimizer: Any) -> None:
+    optimizer.param_groups[1]["lr"] = None
 
 
 # What one rank does, and what all say. Nothing changes.
@@ -191,6 +228,11 @@ FAULTS: list[tuple[Callable[[Any], None], str]] = [
     (_put(lambda value: None), "rank 1: up.weight: expected momentum_buffer of local shape (3, 4)"),
     (_put(lambda value: value.to_local()), "rank 1: up.weight: expected momentum_buffer of"),
     (_put(lambda value: torch.ones(7)), "got local shape (7,)"),
+    (_delete_of_adamw, "rank 0: embed.weight: expected to reset state on all ranks that hold"),
+    (_put(lambda value: torch.ones(7), "exp_avg"), "rank 1: group 1, parameter 0: expected exp_"),
+    (_put(lambda value: None, "step"), "rank 1: group 1, parameter 0: expected step of"),
+    (_put(lambda value: value.double(), "exp_avg_sq"), "torch.float32, cpu, got"),
+    (_set_no_rate, "rank 1: group 1: lr: expected a number"),
 ]
 
 
@@ -212,6 +254,9 @@ def _change_one_rank() -> None:
         assert all(map(torch.equal, before, map(local, model.parameters())))
         optimizer.load_state_dict(state)
         optimizer.step()
+    # As of a file that only one rank has read.
+    with pytest.raises(RuntimeError, match="rank 0: TypeError: 'NoneType'"):
+        optimizer.load_state_dict(state if dist.get_rank() else None)
 
 
 def _save_after_a_reset(folder: str) -> None:
