@@ -137,6 +137,10 @@ class StoredCheckpoint:
             if len(data) != info.length:
                 raise EOFError(f"{len(data)} bytes of {info.length}")
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                # zipfile skips leading bytes: no checksum covers them.
+                num_bytes = sum(record.file_size for record in archive.infolist())
+                if not data.startswith(b"PK") or num_bytes > len(data):
+                    raise zipfile.BadZipFile("bytes before the archive, or records larger than it")
                 if damaged := archive.testzip():
                     raise CheckpointError(
                         f"{index.fqn}: expected the checksum of its record {damaged}, got another"
