@@ -26,8 +26,6 @@ _MAX_BUCKETS = 16
 # The two collectives of a bucket may cost this fraction of its work. Measured on 4 CPU ranks with
 # small matrices (hidden 128): 147 ms in one bucket, 198 ms in 16.
 _MAX_OVERHEAD = 0.1
-# Replicas pass one scatter on while another arrives: at least this many in a step.
-_MIN_SCATTERS = 4
 # Buckets for lack of memory, at most.
 _MAX_FOR_MEMORY = 64
 
@@ -57,8 +55,7 @@ def choose_buckets(
     count = (settings.num_buckets or _num_buckets(load_ns, sizes)) if indices else 0
     while True:
         buckets = _fill_buckets(load_ns, sizes, count)
-        num_scatters = -(-_MIN_SCATTERS // max(1, len(buckets))) if sizes.has_replicas else 1
-        order = PlanOrder(len(buckets), num_scatters, sizes.has_replicas)
+        order = PlanOrder(len(buckets), sizes.has_replicas)
         num_bytes = _bytes_of_fullest(sizes.staging(buckets, local, order).values())
         if (
             num_bytes <= settings.staging_bytes

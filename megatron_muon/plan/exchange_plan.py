@@ -53,11 +53,6 @@ class ExchangePlan:
         # Most matrices have one tuple of ranks: thousands of them are walked once.
         return tuple(sorted(set().union(*{matrix.ranks for matrix in self.matrices})))
 
-    @property
-    def num_scatters(self) -> int:
-        """Scatters per bucket."""
-        return self.order.num_scatters
-
     def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
         """Yield the routes of a matrix, or only the routes with a given holder."""
         return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)

@@ -4,17 +4,17 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Ranks
-from megatron_muon.plan.routes import Route, ShardScatter, routes_of_share, scatters_of
+from megatron_muon.plan.routes import Route, ShardScatter, routes_of_share, scatter_to
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
 from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.sizes import Stack, num_elements
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
 
 # Routes by the rank at the other end of a message. Both ends list them in plan order.
 type Messages = Mapping[int, Sequence[Route]]
@@ -58,7 +58,7 @@ class OwnedStacks:
 
 @dataclass(frozen=True)
 class RankScatter:
-    """Messages of one rank in one scatter.
+    """Results that one rank sends and receives in one bucket.
 
     Args:
         sends: Results by holder, itself included if others hold the same rows.
@@ -72,12 +72,6 @@ class RankScatter:
     arrivals: tuple[Arrival, ...]
     shard: ShardScatter | None
 
-    @property
-    def num_elements(self) -> ScatterSizes:
-        """Elements of its messages."""
-        received = self.shard.num_elements if self.shard is not None else 0
-        return ScatterSizes(_num_elements(self.sends), received)
-
 
 @dataclass(frozen=True)
 class RankBucket:
@@ -89,20 +83,24 @@ class RankBucket:
         receives: Rows by other source.
         has_gather: Whether any rank of the domain sends rows. Otherwise, as with replicas of whole
             matrices, all ranks leave the gather out.
-        scatters: Messages of results.
+        scatter: Messages of results.
     """
 
     owned: OwnedStacks
     sends: Messages
     receives: Messages
     has_gather: bool
-    scatters: tuple[RankScatter, ...]
+    scatter: RankScatter
 
     @property
     def num_elements(self) -> BucketSizes:
-        """Elements of its gather and its stacks."""
+        """Elements of its buffers."""
         return BucketSizes(
-            _num_elements(self.sends), _num_elements(self.receives), self.owned.num_elements
+            _num_elements(self.sends),
+            _num_elements(self.receives),
+            self.owned.num_elements,
+            _num_elements(self.scatter.sends),
+            self.scatter.shard.num_elements if self.scatter.shard is not None else 0,
         )
 
 
@@ -130,17 +128,11 @@ class RankPlan:
             order=plan.order,
         )
 
-    @property
-    def scatters(self) -> list[RankScatter]:
-        """Scatters of all buckets, in order."""
-        return [scatter for bucket in self.buckets for scatter in bucket.scatters]
-
     def staging(self, dtypes: CommDtypes) -> PlanStaging:
         """Return the staging memory of the plan."""
         return PlanStaging(
             self.order,
             tuple(bucket.num_elements for bucket in self.buckets),
-            tuple(scatter.num_elements for scatter in self.scatters),
             max((owned.num_elements for owned in self.local), default=0),
             dtypes,
         )
@@ -251,44 +243,32 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
             for region in plan.matrices[index].regions
             for owner in plan.owners[index]
         ),
-        scatters=tuple(_rank_scatters(plan, results, rank)),
+        scatter=_rank_scatter(plan, results, rank),
     )
 
 
-def _rank_scatters(
-    plan: ExchangePlan,
-    results: Mapping[Ranks, Messages],
-    rank: int,
-) -> Iterator[RankScatter]:
-    """Yield the scatters of a bucket; results are evenly distributed over them."""
-    shards = []
+def _rank_scatter(plan: ExchangePlan, results: Mapping[Ranks, Messages], rank: int) -> RankScatter:
+    sends: _RoutesByRank = defaultdict(list)
+    receives: dict[int, int] = {}
+    arrivals: list[Arrival] = []
+    own_shard = None
     for holders, by_owner in results.items():
-        if rank in holders or rank in by_owner:
-            elements = {
-                owner: sum(route.num_elements for route in routes)
-                for owner, routes in by_owner.items()
-            }
-            scatters = list(scatters_of(holders, elements, plan.num_scatters, plan.cost))
-            shards.append((by_owner, scatters))
-    for number in range(plan.num_scatters):
-        sends: _RoutesByRank = defaultdict(list)
-        receives: dict[int, int] = {}
-        arrivals: list[Arrival] = []
-        own_shard = None
-        for by_owner, scatters in shards:
-            shard = scatters[number]
-            own_shard = shard if rank in shard.holders else own_shard
-            for share in shard.shares:
-                if rank not in (share.owner, *shard.holders):
-                    continue
-                routes = list(routes_of_share(by_owner[share.owner], share))
-                if share.owner == rank:
-                    sends[share.holder] += routes
-                if share.holder == rank:
-                    receives[share.owner] = share.num_elements
-                if rank in shard.holders:
-                    ends = itertools.accumulate(
-                        (r.num_elements for r in routes), initial=share.offset
-                    )
-                    arrivals += map(Arrival, routes, ends)
-        yield RankScatter(dict(sends), receives, tuple(arrivals), own_shard)
+        if rank not in holders and rank not in by_owner:
+            continue
+        elements = {
+            owner: sum(route.num_elements for route in routes) for owner, routes in by_owner.items()
+        }
+        shard = scatter_to(holders, elements, plan.cost)
+        own_shard = shard if rank in holders else own_shard
+        for share in shard.shares:
+            if rank not in (share.owner, *holders):
+                continue
+            routes = list(routes_of_share(by_owner[share.owner], share))
+            if share.owner == rank:
+                sends[share.holder] += routes
+            if share.holder == rank:
+                receives[share.owner] = share.num_elements
+            if rank in holders:
+                ends = itertools.accumulate((r.num_elements for r in routes), initial=share.offset)
+                arrivals += map(Arrival, routes, ends)
+    return RankScatter(dict(sends), receives, tuple(arrivals), own_shard)

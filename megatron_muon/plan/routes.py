@@ -18,9 +18,6 @@ Every replica gets an equal section, so that they can all-gather the sections in
 fills the section of its nearest replica first; the rest goes to the others. So nearly every result
 crosses to another node once per replica there, as if the owner sent to all of them, and leaves the
 owner only once.
-
-A bucket may have several scatters: then every owner sends an equal fraction of its results
-per scatter, and replicas need memory for that fraction of the bucket at a time.
 """
 
 import functools
@@ -31,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Range, Ranks
+from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Ranks
 
 # Multiples of 8 elements: 16 bytes of bf16, which NCCL's kernels read and write at once.
 _SECTION_MULTIPLE = 8
@@ -211,7 +208,7 @@ class Share(NamedTuple):
 
 
 class ShardScatter(NamedTuple):
-    """Results that the replicas of one shard receive in one scatter.
+    """Results of a bucket that the replicas of one shard receive.
 
     Args:
         holders: The replicas, ascending.
@@ -229,33 +226,24 @@ class ShardScatter(NamedTuple):
         return self.section_size * len(self.holders)
 
 
-def scatters_of(
-    holders: Ranks, elements: Mapping[int, int], num_scatters: int, cost: CostModel
-) -> Iterator[ShardScatter]:
-    """Yield the scatters of a bucket to the replicas of one shard.
+def scatter_to(holders: Ranks, elements: Mapping[int, int], cost: CostModel) -> ShardScatter:
+    """Return the scatter of a bucket to the replicas of one shard.
 
     ``elements`` are the results for the shard by owner, without an owner that is the only holder:
     it sends nothing.
     """
-    for number in range(num_scatters):
-        # An equal fraction per owner: otherwise a few links would carry the whole scatter.
-        ranges = {
-            owner: (count * number // num_scatters, count * (number + 1) // num_scatters)
-            for owner, count in sorted(elements.items())
-        }
-        section_size = sum(stop - start for start, stop in ranges.values())
-        if len(holders) > 1:
-            multiple = len(holders) * _SECTION_MULTIPLE
-            section_size = -(-section_size // multiple) * _SECTION_MULTIPLE
-        yield ShardScatter(
-            holders, section_size, tuple(_shares(holders, section_size, ranges, cost))
-        )
+    section_size = sum(elements.values())
+    if len(holders) > 1:
+        multiple = len(holders) * _SECTION_MULTIPLE
+        section_size = -(-section_size // multiple) * _SECTION_MULTIPLE
+    shares = tuple(_shares(holders, section_size, elements, cost))
+    return ShardScatter(holders, section_size, shares)
 
 
 def _shares(
-    holders: Ranks, section_size: int, ranges: Mapping[int, Range], cost: CostModel
+    holders: Ranks, section_size: int, elements: Mapping[int, int], cost: CostModel
 ) -> Iterator[Share]:
-    """Fill the sections of holders with ranges of the results of owners."""
+    """Fill the sections of holders with the results of owners."""
     free = dict.fromkeys(holders, section_size)
     filled: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
 
@@ -270,14 +258,14 @@ def _shares(
         return start
 
     starts = {
-        owner: fill([nearest_holder(holders, owner, cost)], owner, *ends)
-        for owner, ends in ranges.items()
+        owner: fill([nearest_holder(holders, owner, cost)], owner, 0, elements[owner])
+        for owner in sorted(elements)
     }
-    for owner, (_, stop) in ranges.items():
-        if starts[owner] < stop:
+    for owner, start in starts.items():
+        if start < elements[owner]:
             node = cost.node(owner)
             nearest_first = sorted(holders, key=lambda rank: (cost.node(rank) != node, rank))
-            fill(nearest_first, owner, starts[owner], stop)
+            fill(nearest_first, owner, start, elements[owner])
     for position, holder in enumerate(holders):
         offset = position * section_size
         # Sorted by owner, the order of all_to_all_single.

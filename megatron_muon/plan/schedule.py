@@ -8,15 +8,13 @@ A step is a list of rounds, one per bucket of a plan. The round of bucket i::
     wait_for_gather   the rows of bucket i have arrived
     start_gather      the gather of bucket i + 2 is packed, and starts
     orthogonalize     rows of bucket i are copied to its stacks and orthogonalized, into new memory
-
-    and for every scatter j of the bucket:
-    finish_scatter    the scatter two buckets before has ended, and is applied
-    start_scatter     results of scatter j are packed, and start to travel
+    finish_scatter    the scatter of bucket i - 2 has ended, and is applied
+    start_scatter     results of bucket i are packed, and start to travel
 
 Before the first round the gathers of the first two buckets of every plan start. After the last one
-come the remaining local matrices and messages. Without replicas a bucket has one scatter.
+come the remaining local matrices and messages.
 
-With replicas, results are all-gathered after their scatter, in the order of scatters: on a GPU as
+With replicas, results are all-gathered after their scatter, in the order of buckets: on a GPU as
 soon as the scatter has ended, on gloo in ``finish_scatter``
 (``Chain``). ``finish_scatter`` waits for the all-gather.
 
@@ -44,21 +42,15 @@ DEPTH = 2
 
 
 class PlanOrder(NamedTuple):
-    """Numbers of a plan that decide the order of a step.
+    """What decides the order of a step.
 
     Args:
         num_buckets: Buckets.
-        num_scatters: Scatters per bucket.
         has_replicas: Whether replicas all-gather results.
     """
 
     num_buckets: int
-    num_scatters: int
     has_replicas: bool
-
-    def scatters_of(self, bucket: int) -> range:
-        """Return the numbers of the scatters of a bucket."""
-        return range(bucket * self.num_scatters, (bucket + 1) * self.num_scatters)
 
 
 ActionKind = Literal[
@@ -77,8 +69,8 @@ class Action(NamedTuple):
     Args:
         kind: Kind of the action.
         plan: Position of its plan in the list of the rank; 0 for local matrices of any plan.
-        number: Number of the bucket; of the scatter, counted over all buckets, for scatters; of the
-            round for local matrices, and the number of rounds at the end of the step.
+        number: Number of the bucket; of the round for local matrices, and the number of rounds at
+            the end of the step.
     """
 
     kind: ActionKind
@@ -101,7 +93,6 @@ def _actions(plans: Sequence[PlanOrder]) -> Iterator[Action]:
     rounds = rounds_of([order.num_buckets for order in plans])
     for number, (plan, bucket) in enumerate(rounds):
         order = plans[plan]
-        behind = DEPTH * order.num_scatters
         # Before the wait: local work fills the time of a gather.
         yield Action("local", 0, number)
         yield Action("wait_for_gather", plan, bucket)
@@ -112,16 +103,14 @@ def _actions(plans: Sequence[PlanOrder]) -> Iterator[Action]:
         yield Action("orthogonalize", plan, bucket)
         # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
         # arrive. Their memory may serve this bucket's results.
-        for scatter in order.scatters_of(bucket):
-            if scatter >= behind:
-                yield Action("finish_scatter", plan, scatter - behind)
-            yield Action("start_scatter", plan, scatter)
+        if bucket >= DEPTH:
+            yield Action("finish_scatter", plan, bucket - DEPTH)
+        yield Action("start_scatter", plan, bucket)
     # While the last results are in flight.
     yield Action("local", 0, len(rounds))
     for plan, order in enumerate(plans):
-        end = order.num_buckets * order.num_scatters
-        for scatter in range(max(0, end - DEPTH * order.num_scatters), end):
-            yield Action("finish_scatter", plan, scatter)
+        for bucket in range(max(0, order.num_buckets - DEPTH), order.num_buckets):
+            yield Action("finish_scatter", plan, bucket)
 
 
 def rounds_of(num_buckets: Sequence[int]) -> list[tuple[int, int]]:

@@ -21,11 +21,11 @@ from megatron_muon.plan.routes import (
     nearest_holder,
     parts_of,
     routes_of,
-    scatters_of,
+    scatter_to,
 )
 from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
+from megatron_muon.plan.staging import BucketSizes, PlanStaging
 
 # Parts of one shape, orthogonalized by one call of Newton-Schulz.
 type Stack = tuple[Part, ...]
@@ -59,13 +59,6 @@ class Traffic(NamedTuple):
         """Add a message."""
         self.sent[sender, on_node] += elements
         self.received[receiver, on_node] += elements
-
-
-class RankSizes(NamedTuple):
-    """Elements of one rank's buffers for a bucket and its scatters."""
-
-    bucket: BucketSizes
-    scatters: tuple[ScatterSizes, ...]
 
 
 class SizeCounter:
@@ -127,34 +120,30 @@ class SizeCounter:
                     results[holders][owner] += elements
         return rows, results
 
-    def scatters(self, results: Results, num_scatters: int) -> Iterator[tuple[int, ShardScatter]]:
-        """Yield numbers and scatters, for the replicas of every shard."""
+    def scatters(self, results: Results) -> Iterator[ShardScatter]:
+        """Yield the scatters of a bucket, by shard."""
         for holders, by_owner in results.items():
-            yield from enumerate(scatters_of(holders, by_owner, num_scatters, self.cost))
+            yield scatter_to(holders, by_owner, self.cost)
 
-    def sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
+    def sizes(self, indices: Sequence[int]) -> dict[int, BucketSizes]:
         """Return the buffers of every rank for a bucket of some matrices."""
         stacks = self.stacks(indices)
         rows, results = self.traffic(indices)
-        # Keys are ranks and numbers of scatters.
-        sends: Counter[tuple[int, int]] = Counter()
-        receives: Counter[tuple[int, int]] = Counter()
-        for number, shard in self.scatters(results, num_scatters):
+        sends: Counter[int] = Counter()
+        receives: Counter[int] = Counter()
+        for shard in self.scatters(results):
             for share in shard.shares:
-                sends[share.owner, number] += share.num_elements
+                sends[share.owner] += share.num_elements
             for holder in shard.holders:
-                receives[holder, number] += shard.num_elements
+                receives[holder] += shard.num_elements
         sizes = {}
-        for rank in {*stacks, *(rank for counts in (*rows, sends, receives) for rank, _ in counts)}:
+        for rank in {*stacks, *sends, *receives, *(rank for counts in rows for rank, _ in counts)}:
             sent, received = (counts[rank, True] + counts[rank, False] for counts in rows)
-            scatters = [
-                ScatterSizes(sends[rank, number], receives[rank, number])
-                for number in range(num_scatters)
-            ]
-            if not self.has_replicas:
-                scatters = [ScatterSizes(received, sent)]
             stacked = sum(map(num_elements, stacks.get(rank, ())))
-            sizes[rank] = RankSizes(BucketSizes(sent, received, stacked), tuple(scatters))
+            results_sent, results_received = received, sent
+            if self.has_replicas:
+                results_sent, results_received = sends[rank], receives[rank]
+            sizes[rank] = BucketSizes(sent, received, stacked, results_sent, results_received)
         return sizes
 
     def staging(
@@ -164,22 +153,20 @@ class SizeCounter:
 
         Ranks without any may be left out.
         """
-        bucket_sizes = [self.sizes(bucket, order.num_scatters) for bucket in buckets]
+        by_bucket = [self.sizes(bucket) for bucket in buckets]
         largest = {
             owner: max(map(num_elements, stacks)) for owner, stacks in self.stacks(local).items()
         }
-        nothing = RankSizes(BucketSizes(0, 0, 0), (ScatterSizes(0, 0),) * order.num_scatters)
-        staging = {}
-        for rank in set(largest).union(*bucket_sizes):
-            sizes = [by_rank.get(rank, nothing) for by_rank in bucket_sizes]
-            staging[rank] = PlanStaging(
+        nothing = BucketSizes(0, 0, 0, 0, 0)
+        return {
+            rank: PlanStaging(
                 order,
-                tuple(rank_sizes.bucket for rank_sizes in sizes),
-                tuple(scatter for rank_sizes in sizes for scatter in rank_sizes.scatters),
+                tuple(sizes.get(rank, nothing) for sizes in by_bucket),
                 largest.get(rank, 0),
                 self.dtypes,
             )
-        return staging
+            for rank in set(largest).union(*by_bucket)
+        }
 
     def _traffic_without_replicas(self, indices: Iterable[int]) -> Traffic:
         """Return the traffic of rows in a bucket.

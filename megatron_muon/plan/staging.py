@@ -29,67 +29,41 @@ class BucketSizes(NamedTuple):
         gather_send: Rows for other owners.
         gather_receive: Rows from other ranks.
         stacks: Its stacks.
+        scatter_send: Results for other holders.
+        scatter_receive: Results of its rows; with replicas, the sections of all of them.
     """
 
     gather_send: int
     gather_receive: int
     stacks: int
-
-
-class ScatterSizes(NamedTuple):
-    """Elements of one rank's buffers for a scatter, or offsets in bytes.
-
-    Args:
-        send: Results for other holders.
-        receive: Results of its rows; with replicas, the sections of all of them.
-    """
-
-    send: int
-    receive: int
+    scatter_send: int
+    scatter_receive: int
 
 
 class PlanStaging(NamedTuple):
     """Staging memory of one rank for one of its plans.
 
     Args:
-        order: Numbers that decide the order of a step.
+        order: What decides the order of a step.
         buckets: Elements of the buffers by bucket.
-        scatters: Elements of the buffers by scatter, over all buckets.
         local: Elements of the largest stack of local matrices.
         dtypes: Dtypes of the buffers.
     """
 
     order: PlanOrder
     buckets: tuple[BucketSizes, ...]
-    scatters: tuple[ScatterSizes, ...]
     local: int
     dtypes: CommDtypes
 
     def buffers(self) -> list[int]:
-        """Return the bytes of every buffer: buckets, scatters, the stack of local matrices."""
+        """Return the bytes of every buffer, by bucket, and of the stack of local matrices."""
         gathered, scattered = self.dtypes.gather_bytes, self.dtypes.scatter_bytes
         stacked = self.dtypes.stack_bytes
+        widths = (gathered, gathered, stacked, scattered, scattered)
         return [
-            *(
-                elements * width
-                for bucket in self.buckets
-                for elements, width in zip(bucket, (gathered, gathered, stacked), strict=True)
-            ),
-            *(elements * scattered for scatter in self.scatters for elements in scatter),
+            *(n * width for b in self.buckets for n, width in zip(b, widths, strict=True)),
             self.local * stacked,
         ]
-
-
-class PlanOffsets(NamedTuple):
-    """Offsets of the buffers of one plan, in bytes.
-
-    Args:
-        buckets: Offsets by bucket.
-        scatters: Offsets by scatter.
-    """
-
-    buckets: tuple[BucketSizes, ...]
-    scatters: tuple[ScatterSizes, ...]
 
 
 @dataclass(frozen=True)
@@ -97,14 +71,14 @@ class StagingLayout:
     """Offsets of all buffers of one rank in one arena.
 
     Args:
-        plans: Offsets by plan.
+        plans: Offsets by plan and bucket.
         local: Offset of the stack of local matrices, by round and for the end. Stacks of a round
             share it: they are orthogonalized one after the other.
         num_bytes: Size of the arena: the largest sum of live buffers, and gaps between buffers of
             different sizes.
     """
 
-    plans: tuple[PlanOffsets, ...]
+    plans: tuple[tuple[BucketSizes, ...], ...]
     local: tuple[int, ...]
     num_bytes: int
 
@@ -123,12 +97,7 @@ class StagingLayout:
         rest = iter(places)
         return cls(
             tuple(
-                PlanOffsets(
-                    tuple(BucketSizes(*(next(rest) for _ in bucket)) for bucket in plan.buckets),
-                    tuple(
-                        ScatterSizes(*(next(rest) for _ in scatter)) for scatter in plan.scatters
-                    ),
-                )
+                tuple(BucketSizes(*(next(rest) for _ in bucket)) for bucket in plan.buckets)
                 for plan in plans
             ),
             tuple(rest),
@@ -148,14 +117,11 @@ def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[Lifetime, ...]:
             packed = position[Action("start_gather", plan, bucket)]
             arrived = position[Action("wait_for_gather", plan, bucket)]
             orthogonalized = position[Action("orthogonalize", plan, bucket)]
-            # Results replace the rows in the stacks, and leave with the last scatter.
-            left = position[Action("start_scatter", plan, order.scatters_of(bucket)[-1])]
+            # Results replace the rows in the stacks, and leave with the scatter.
+            left = position[Action("start_scatter", plan, bucket)]
             lifetimes += [(packed, arrived), (packed, orthogonalized), (orthogonalized, left)]
-        for scatter in range(order.num_buckets * order.num_scatters):
-            packed = position[Action("start_scatter", plan, scatter)]
-            applied = position[Action("finish_scatter", plan, scatter)]
             # With replicas a rank waits for its messages only in finish_scatter, too.
-            lifetimes += [(packed, applied)] * 2
+            lifetimes += [(left, position[Action("finish_scatter", plan, bucket)])] * 2
     lifetimes += ((i, i) for i, action in enumerate(actions) if action.kind == "local")
     return tuple(lifetimes)
 

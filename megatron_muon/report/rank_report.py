@@ -186,7 +186,7 @@ def _add_traffic(
     results = Traffic(rows.received, rows.sent)
     if plan.order.has_replicas:
         results = Traffic(Counter(), Counter())
-    for _, shard in plan.sizes.scatters(results_by_shard, plan.num_scatters):
+    for shard in plan.sizes.scatters(results_by_shard):
         for share in shard.shares:
             if share.owner != share.holder:
                 on_node = cost.share_a_node((share.owner, share.holder))

@@ -72,9 +72,7 @@ def timeline(
                 links = gathered[key] = start + rounds[plan][number].rows
                 spans.append(Span("rows to owners", start, links))
             case "start_scatter":
-                num_scatters = plans[plan].num_scatters
-                time_ns = rounds[plan][number // num_scatters].results / num_scatters
-                links = scattered[key] = start + time_ns
+                links = scattered[key] = start + rounds[plan][number].results
                 spans.append(Span("results", start, links))
             case "wait_for_gather":
                 gpu = max(gpu, gathered[key])

@@ -16,7 +16,7 @@ from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import OwnedStacks, RankPlan
-from megatron_muon.plan.staging import PlanOffsets
+from megatron_muon.plan.staging import BucketSizes
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import (
     BucketMessages,
@@ -90,7 +90,7 @@ class PlanRunner:
     Args:
         bound: The plan.
         rank_plan: This rank's part of it.
-        offsets: Offsets of the buffers of all buckets and scatters in the arena.
+        offsets: Offsets of the buffers of all buckets in the arena.
         local_offsets: Offsets of the stacks of local matrices.
         newton_schulz: Steps, coefficients, precision and scale.
         arena: Memory of a step.
@@ -116,10 +116,10 @@ class PlanRunner:
     # Rows to messages, and messages to stacks, by bucket.
     _packing: list[RowTransfer]
     _unpacking: list[RowMoves]
-    # Results to messages, and messages to rows, by scatter.
+    # Results to messages, and messages to rows, by bucket.
     _packing_results: list[RowMoves]
     _arrivals: list[RowTransfer]
-    # Collectives in flight, by gather and by scatter; None if nothing is sent. With replicas a
+    # Collectives in flight, by bucket; None if nothing is sent. With replicas a
     # scatter is in flight until its all-gather has ended.
     _gathering: dict[int, dist.Work | Later | None]
     _scattering: dict[int, dist.Work | Later | None]
@@ -128,7 +128,7 @@ class PlanRunner:
         self,
         bound: BoundPlan,
         rank_plan: RankPlan,
-        offsets: PlanOffsets,
+        offsets: Sequence[BucketSizes],
         local_offsets: Sequence[int],
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
@@ -169,7 +169,7 @@ class PlanRunner:
         self,
         bound: BoundPlan,
         rank_plan: RankPlan,
-        offsets: PlanOffsets,
+        offsets: Sequence[BucketSizes],
         local_offsets: Sequence[int],
         arena: Arena,
     ) -> None:
@@ -178,7 +178,7 @@ class PlanRunner:
         stack_dtype = getattr(torch, self.plan.dtypes.stack_dtype)
         messages, sends, receives = [], [], []
         self._buckets, self._unpacking = [], []
-        for bucket, offset in zip(rank_plan.buckets, offsets.buckets, strict=True):
+        for bucket, offset in zip(rank_plan.buckets, offsets, strict=True):
             size = bucket.num_elements
             sends.append(arena.view(offset.gather_send, size.gather_send, row_dtype))
             receives.append(arena.view(offset.gather_receive, size.gather_receive, row_dtype))
@@ -225,15 +225,15 @@ class PlanRunner:
         return _Batch(stacks, tasks, self.rows.add_read(kept), self.rows.add_write(staying))
 
     def _lay_out_scatters(
-        self, bound: BoundPlan, rank_plan: RankPlan, offsets: PlanOffsets, arena: Arena
+        self, bound: BoundPlan, rank_plan: RankPlan, offsets: Sequence[BucketSizes], arena: Arena
     ) -> None:
         """View scatters in the arena."""
         dtype = getattr(torch, self.plan.dtypes.scatter_dtype)
         messages, sends, arrived = [], [], []
-        for scatter, offset in zip(rank_plan.scatters, offsets.scatters, strict=True):
-            size = scatter.num_elements
-            sends.append(arena.view(offset.send, size.send, dtype))
-            arrived.append(arena.view(offset.receive, size.receive, dtype))
+        for bucket, offset in zip(rank_plan.buckets, offsets, strict=True):
+            size, scatter = bucket.num_elements, bucket.scatter
+            sends.append(arena.view(offset.scatter_send, size.scatter_send, dtype))
+            arrived.append(arena.view(offset.scatter_receive, size.scatter_receive, dtype))
             # It is used: results that all stay belong to local matrices. Replicas may have nothing
             # but messages to themselves, and join all the same.
             messages.append(BucketMessages(scatter.sends, scatter.receives, True))
@@ -249,13 +249,12 @@ class PlanRunner:
             ]
         self._scatters = Exchange(bound.group, messages, sends, receives)
         self._arrivals = [
-            self.rows.add_write([route_view(r, flat, start) for r, start in scatter.arrivals])
-            for scatter, flat in zip(rank_plan.scatters, arrived, strict=True)
+            self.rows.add_write([route_view(r, flat, at) for r, at in bucket.scatter.arrivals])
+            for bucket, flat in zip(rank_plan.buckets, arrived, strict=True)
         ]
         self._packing_results = []
-        for number, targets in enumerate(self._scatters.packing):
-            stacks = self._buckets[number // self.plan.num_scatters].stacks
-            moves = [(stacks.view(route), target, 0, 0) for route, target in targets]
+        for batch, targets in zip(self._buckets, self._scatters.packing, strict=True):
+            moves = [(batch.stacks.view(route), target, 0, 0) for route, target in targets]
             self._packing_results.append(RowMoves(moves, self._addresses))
 
     @property
@@ -328,7 +327,6 @@ class PlanRunner:
         Returns:
             Rows that are complete: this rank's own results are written while others are in flight.
         """
-        bucket, position = divmod(number, self.plan.num_scatters)
         self._packing_results[number].run()
         work = self._scatters.start(number)
         if self._all_gather is None:
@@ -336,9 +334,7 @@ class PlanRunner:
         else:
             start = partial(self._all_gather.start, number)
             self._scattering[number] = self._chain.after(work, start)
-        if position < self.plan.num_scatters - 1:
-            return []
-        return self.rows.write(self._buckets[bucket].own_results)
+        return self.rows.write(self._buckets[number].own_results)
 
     def finish_scatter(self, number: int) -> list[Handle]:
         """Wait for results, write them, and return the rows that are complete."""

@@ -125,7 +125,7 @@ def plan_of(
 
 @st.composite
 def plans(draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3) -> ExchangePlan:
-    """Plans with and without replicas, split matrices, stacks, and several scatters."""
+    """Plans with and without replicas, split matrices, and stacks."""
     return plan_of(
         draw(matrix_lists(max_matrices, max_replicas)),
         dtypes=draw(st.sampled_from([BF16, CommDtypes("float32", "bfloat16")])),
@@ -151,7 +151,5 @@ def plan_orders(draw: st.DrawFn) -> PlanOrder:
     has_replicas = draw(st.booleans())
     return PlanOrder(
         num_buckets=draw(st.integers(0, 6)),
-        # All results of a bucket come back in one scatter elsewhere.
-        num_scatters=draw(st.integers(1, 4)) if has_replicas else 1,
         has_replicas=has_replicas,
     )

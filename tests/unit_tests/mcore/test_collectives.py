@@ -67,7 +67,7 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
             optimizer.step()
     (plan,) = optimizer.muon_step.engine.plans
     num_blocks = sum(len(matrix.blocks) for matrix in plan.matrices)
-    return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
+    return [construction, log, len(plan.buckets), num_blocks]
 
 
 traces = cached_cases(
@@ -86,12 +86,12 @@ traces = cached_cases(
 def test_collectives_are_those_of_the_document(layout):
     """One more in a step, or another group, is a change that docs/communication.md must say."""
     world_size, sharding, _, num_norm_ranks, num_replicas = LAYOUTS[layout]
-    for construction, step, num_buckets, num_scatters, num_blocks in traces(world_size)[layout]:
+    for construction, step, num_buckets, num_blocks in traces(world_size)[layout]:
         assert num_buckets > 0
         num_gathers = 0 if sharding == "no_shard" else num_buckets
         messages = [["all_to_all_single", "bfloat16", world_size]]
         spread = [["all_gather_into_tensor", "bfloat16", num_replicas]] if num_replicas else []
-        count = num_gathers + num_buckets * num_scatters * (1 + len(spread))
+        count = num_gathers + num_buckets * (1 + len(spread))
         assert step[:3] == [
             ["all_reduce", "float32", 1, num_norm_ranks],
             # NaN where the norm is not finite.
@@ -100,7 +100,7 @@ def test_collectives_are_those_of_the_document(layout):
         ]
         exchange = [[name, dtype, ranks] for name, dtype, _, ranks in step[3 : 3 + count]]
         assert sorted(exchange) == sorted(
-            messages * num_gathers + (messages + spread) * num_buckets * num_scatters
+            messages * num_gathers + (messages + spread) * num_buckets
         )
         # Megatron-FSDP's, of weights.
         assert {entry[0] for entry in step[3 + count :]} <= {"all_gather_into_tensor"}

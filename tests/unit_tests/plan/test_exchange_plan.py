@@ -39,7 +39,7 @@ def test_plans_that_differ_have_different_entries():
     assert plan.entries() != _plan_of_rows([6, 2]).entries()
     what, who, order = plan.entries()
     assert what.startswith("a.weight ((8, 4),) layout ") and who.startswith("a.weight owners (")
-    other = plan.order._replace(num_scatters=2)
+    other = plan.order._replace(num_buckets=2)
     assert dataclasses.replace(plan, order=other).entries() == [what, who, str(other)]
     assert order == str(plan.order)
 

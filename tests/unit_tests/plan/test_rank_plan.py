@@ -13,8 +13,7 @@ from megatron_muon.plan import RankPlan
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.owners import Assignment
 from megatron_muon.plan.rank_plan import RankSchedule
-from megatron_muon.plan.sizes import RankSizes
-from megatron_muon.plan.staging import BucketSizes, ScatterSizes
+from megatron_muon.plan.staging import BucketSizes
 
 
 @settings(max_examples=50)
@@ -25,22 +24,21 @@ def test_messages_of_two_ranks_match(plan):
     Sizes are those that are counted for all ranks at once.
     """
     rank_plans = {rank: RankPlan.build(plan, rank) for rank in plan.ranks}
-    nothing = RankSizes(BucketSizes(0, 0, 0), (ScatterSizes(0, 0),) * plan.num_scatters)
+    nothing = BucketSizes(0, 0, 0, 0, 0)
     for number, indices in enumerate(plan.buckets):
-        sizes = plan.sizes.sizes(indices, plan.num_scatters)
+        sizes = plan.sizes.sizes(indices)
         assert set(sizes) <= set(plan.ranks)
         buckets = {rank: rank_plans[rank].buckets[number] for rank in plan.ranks}
         any_rows = any(bucket.sends for bucket in buckets.values())
         assert len({bucket.has_gather for bucket in buckets.values()}) == 1
         for sender, mine in buckets.items():
             assert sender not in mine.sends and mine.has_gather >= any_rows
-            expected = mine.num_elements, tuple(each.num_elements for each in mine.scatters)
-            assert sizes.get(sender, nothing) == expected
+            assert sizes.get(sender, nothing) == mine.num_elements
             for receiver, theirs in buckets.items():
                 assert mine.sends.get(receiver, []) == theirs.receives.get(sender, [])
-                for sent, received in zip(mine.scatters, theirs.scatters, strict=True):
-                    elements = sum(route.num_elements for route in sent.sends.get(receiver, []))
-                    assert elements == received.receives.get(sender, 0)
+                results = mine.scatter.sends.get(receiver, [])
+                elements = sum(route.num_elements for route in results)
+                assert elements == theirs.scatter.receives.get(sender, 0)
 
 
 @settings(max_examples=50)
@@ -82,14 +80,13 @@ def test_matrix_split_over_its_replicas_is_not_local():
     assignment = Assignment(((0, 1),), {0: 1, 1: 1})
     with mock.patch("megatron_muon.plan.exchange_plan.choose_owners", lambda *_: assignment):
         plan = plan_of([matrix], staging_bytes=5000)
-    assert plan.local == () and plan.buckets == ((0,),) and plan.num_scatters == 4
+    assert plan.local == () and plan.buckets == ((0,),)
     (bucket,) = RankPlan.build(plan, 0).buckets
     assert [part.num_rows for stack in bucket.owned.stacks for part in stack] == [4]
     assert not bucket.has_gather
-    # In each scatter both keep four elements, and pass a chunk of eight on.
-    for scatter in bucket.scatters:
-        assert list(scatter.sends) == [0] and scatter.receives == {0: 4}
-        assert scatter.shard.section_size == 8
+    # Both keep their 16 elements, and pass them on.
+    assert list(bucket.scatter.sends) == [0] and bucket.scatter.receives == {0: 16}
+    assert bucket.scatter.shard.section_size == 16
 
 
 @settings(max_examples=15)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.plan import CommDtypes, RankPlan
 from megatron_muon.plan.schedule import PlanOrder, actions_of
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
 
 _SIZES = st.integers(0, 750)
 FP32 = CommDtypes("float32", "float32")
@@ -20,22 +20,18 @@ def _plans(draw: st.DrawFn) -> list[PlanStaging]:
     plans = []
     for _ in range(draw(st.integers(0, 2))):
         order = draw(plan_orders())
-        sizes = [BucketSizes(*(draw(_SIZES) for _ in range(3))) for _ in range(order.num_buckets)]
-        scatters = [
-            ScatterSizes(draw(_SIZES), draw(_SIZES))
-            for _ in range(order.num_buckets * order.num_scatters)
-        ]
-        plans.append(PlanStaging(order, tuple(sizes), tuple(scatters), draw(_SIZES), FP32))
+        sizes = [BucketSizes(*(draw(_SIZES) for _ in range(5))) for _ in range(order.num_buckets)]
+        plans.append(PlanStaging(order, tuple(sizes), draw(_SIZES), FP32))
     return plans
 
 
-# By kind of an action: buffers of what it counts that come into use, and those that end with it.
-_BUFFERS: dict[str, tuple[str, list[str], list[str]]] = {
-    "start_gather": ("buckets", ["gather_send", "gather_receive"], []),
-    "wait_for_gather": ("buckets", [], ["gather_send"]),
-    "orthogonalize": ("buckets", ["stacks"], ["stacks", "gather_receive"]),
-    "start_scatter": ("scatters", ["send", "receive"], []),
-    "finish_scatter": ("scatters", [], ["send", "receive"]),
+# By kind of an action: buffers of its bucket that come into use, and those that end with it.
+_BUFFERS: dict[str, tuple[list[str], list[str]]] = {
+    "start_gather": (["gather_send", "gather_receive"], []),
+    "wait_for_gather": ([], ["gather_send"]),
+    "orthogonalize": (["stacks"], ["gather_receive"]),
+    "start_scatter": (["scatter_send", "scatter_receive"], ["stacks"]),
+    "finish_scatter": ([], ["scatter_send", "scatter_receive"]),
 }
 
 
@@ -49,14 +45,14 @@ def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range
             place = layout.local[number]
             moments.append([*in_use.values(), range(place, place + local_bytes)])
             continue
-        kind, begins, ends = _BUFFERS[action]
-        sizes, places = (getattr(of[plan], kind)[number] for of in (plans, layout.plans))
+        begins, ends = _BUFFERS[action]
+        sizes, places = plans[plan].buckets[number], layout.plans[plan][number]
         for buffer in begins:
             first = getattr(places, buffer)
-            in_use[plan, kind, number, buffer] = range(first, first + 4 * getattr(sizes, buffer))
+            in_use[plan, number, buffer] = range(first, first + 4 * getattr(sizes, buffer))
         moments.append(list(in_use.values()))
         for buffer in ends:
-            del in_use[plan, kind, number, buffer]
+            del in_use[plan, number, buffer]
     assert not in_use
     return moments
 
@@ -89,9 +85,8 @@ def test_equal_buckets_need_ten_buffers_however_many_they_are():
         # While the stacks are filled: messages of the next gathers, rows that arrived, stacks, and
         # messages of the scatters before.
         plan = PlanStaging(
-            PlanOrder(count, 1, False),
-            (BucketSizes(256, 256, 256),) * count,
-            (ScatterSizes(256, 256),) * count,
+            PlanOrder(count, False),
+            (BucketSizes(256, 256, 256, 256, 256),) * count,
             0,
             FP32,
         )
@@ -102,8 +97,7 @@ def test_results_of_two_buckets_are_in_memory_at_a_time():
     """Replicas receive whole shards: in eight buckets they need a quarter of the memory."""
     sizes = []
     for count in (1, 8):
-        order = PlanOrder(count, 1, True)
-        scatters = (ScatterSizes(0, 2048 // count),) * count
-        plan = PlanStaging(order, (BucketSizes(0, 0, 0),) * count, scatters, 0, FP32)
+        sections = BucketSizes(0, 0, 0, 0, 2048 // count)
+        plan = PlanStaging(PlanOrder(count, True), (sections,) * count, 0, FP32)
         sizes.append(StagingLayout.build([plan]).num_bytes)
     assert sizes == [8192, 2048]

@@ -37,7 +37,7 @@ def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
 
 def test_rows_come_before_newton_schulz_and_results_after_it():
     """Three buckets: gathers run under the products before, and so do results."""
-    order = PlanOrder(3, 1, has_replicas=False)
+    order = PlanOrder(3, has_replicas=False)
     rounds = [
         Round(rows=3, results=30, newton_schulz=10),
         Round(rows=5, results=4, newton_schulz=10),

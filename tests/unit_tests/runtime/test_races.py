@@ -19,7 +19,7 @@ from helpers.collective_timing import collectives_run, equal_bits
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, each_of, init_group
 
-from megatron_muon.plan.staging import PlanOffsets, StagingLayout
+from megatron_muon.plan.staging import StagingLayout
 from megatron_muon.runtime.arena import Arena
 
 pytestmark = pytest.mark.ranks
@@ -198,9 +198,7 @@ def test_every_wait_that_is_left_out_is_seen(grid):
 
 
 @contextmanager
-def _one_place_for_all_buckets(
-    in_buckets: Sequence[str], in_scatters: Sequence[str]
-) -> Iterator[None]:
+def _one_place_for_all_buckets(buffers: Sequence[str]) -> Iterator[None]:
     """Let some messages of all buckets lie in one place."""
     build = StagingLayout.build
 
@@ -209,14 +207,8 @@ def _one_place_for_all_buckets(
         layout = build(plans)
         place = -(-layout.num_bytes // 256) * 256
         (plan,), (places,) = plans, layout.plans
-        moved = PlanOffsets(
-            *(
-                tuple(each._replace(**dict.fromkeys(names, place)) for each in of_kind)
-                for of_kind, names in zip(places, (in_buckets, in_scatters), strict=True)
-            )
-        )
-        sizes = [getattr(each, name) for each in plan.buckets for name in in_buckets]
-        sizes += [getattr(each, name) for each in plan.scatters for name in in_scatters]
+        moved = tuple(bucket._replace(**dict.fromkeys(buffers, place)) for bucket in places)
+        sizes = [getattr(bucket, name) for bucket in plan.buckets for name in buffers]
         # Sizes are elements of at most four bytes.
         return StagingLayout((moved,), layout.local, place + 4 * max(sizes))
 
@@ -224,8 +216,8 @@ def _one_place_for_all_buckets(
         yield
 
 
-def _share_a_place(in_buckets: Sequence[str], in_scatters: Sequence[str]) -> dict[str, Any]:
-    with _one_place_for_all_buckets(in_buckets, in_scatters):
+def _share_a_place(*buffers: str) -> dict[str, Any]:
+    with _one_place_for_all_buckets(buffers):
         optimizers = build_optimizers(**BUCKETS)
     return _compare(optimizers, _step(build_optimizers(**BUCKETS), optimizers.state()))
 
@@ -238,7 +230,7 @@ def test_memory_that_is_used_again_too_early_is_seen():
     written again, so its results are right; the breach is found all the same. Two messages into one
     place spoil results always.
     """
-    places = [(["gather_send"], ["send"]), (["gather_receive"], [])]
+    places = [("gather_send", "scatter_send"), ("gather_receive",)]
     for sends, receives in run_ranks(2, each_of, _share_a_place, places).check().results:
         for found, is_right_if_read_at_once in ((sends, True), (receives, False)):
             assert not found["at_wait"][0]
