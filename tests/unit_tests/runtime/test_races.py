@@ -190,8 +190,8 @@ def test_every_wait_that_is_left_out_is_seen(grid):
     right = list(zip(*run.results, strict=True))
     assert all(is_right == [True, True] for ranks in (right[0], right[-1]) for is_right in ranks)
     forgotten = right[1:-1]
-    # Gathers and scatters of three buckets; with replicas two scatters each, which are passed on.
-    assert len(forgotten) == 3 + (2 * 3 * 2 if grid else 3)
+    # Gathers and scatters of three buckets; with replicas each scatter is passed on.
+    assert len(forgotten) == 3 + (2 * 3 if grid else 3)
     for number, ranks in enumerate(forgotten):
         for when in (0, 1):
             assert not all(is_right[when] for is_right in ranks), f"collective {number} is not seen"
