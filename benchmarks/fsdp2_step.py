@@ -222,7 +222,7 @@ class Stepped:
 
     def planned_bytes(self) -> int:
         """Return the bytes that all ranks send, by the plans of this package."""
-        from megatron_muon.report.rank_report import build_report
+        from megatron_muon.tools.plan.rank_report import build_report
 
         plans = self.optimizer.engine.plans  # type: ignore[attr-defined]
         report = build_report(range(dist.get_world_size()), plans)

@@ -79,10 +79,10 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.rank_plan import RankSchedule
-    from megatron_muon.report.model_shape import PRESETS
-    from megatron_muon.report.simulation import Parallelism, simulate
     from megatron_muon.runtime.engine import Engine
     from megatron_muon.runtime.plan_runner import BoundPlan
+    from megatron_muon.tools.plan.model_shape import PRESETS
+    from megatron_muon.tools.plan.simulation import Parallelism, simulate
 
     planned = simulate(PRESETS[job.preset], Parallelism(job.dp, ep=job.ep), settings)
     held = Counter(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.layout import rows_in_buffer
-from megatron_muon.report.simulation import unit_buffer
+from megatron_muon.tools.plan.simulation import unit_buffer
 
 MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 

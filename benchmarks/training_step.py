@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from gpt_flags import FSDP, MUON, SMALL_GPT
 from launched_run import TrainingLog, settled_median, train
 
-from megatron_muon.checkpoint.folders import find_checkpoint
-from megatron_muon.checkpoint.reading import read_checkpoint
+from megatron_muon.mcore.checkpoint_folders import find_checkpoint
+from megatron_muon.mcore.checkpoint_reading import read_checkpoint
 
 COMMON = (
     f"{SMALL_GPT} --seq-length 64 --max-position-embeddings 64 --lr 2e-3 --min-lr 1e-4"

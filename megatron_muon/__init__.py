@@ -11,26 +11,25 @@ Parts, each importing only those above it::
     user_errors     errors that the user can repair
     newton_schulz/  ways to compute Newton-Schulz, and their costs
     plan/           owners of matrices, and routes of rows; no torch
-    report/         time, bytes and memory of a plan; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
     rows/           rows of parameters by rank, and the inputs of plans
     step/           the optimizer step of both front ends, and its state
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
-    checkpoint/     reads, verifies and converts checkpoint files, without megatron
     mcore/          all code that imports megatron: optimizer, flags, checkpoints, patches
     bridge          configuration of the optimizer for Megatron-Bridge
-    check/          checks a machine, and measures its rates
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
+    tools/          commands that no training process imports
+    check           ``python -m megatron_muon.check``
+    checkpoint      ``python -m megatron_muon.checkpoint``
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.mcore.enable import disable, enable, is_enabled
-from megatron_muon.mcore.versions import IncompatibleMegatronError
-
 if TYPE_CHECKING:
+    from megatron_muon.mcore.enable import disable, enable, is_enabled
     from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer  # noqa: F401
+    from megatron_muon.mcore.versions import IncompatibleMegatronError
     from megatron_muon.plan.settings import ExchangeSettings
 
 __version__ = "0.1.0"
@@ -44,10 +43,12 @@ __all__ = [
     "is_enabled",
 ]
 
-# Imported at first use: the builder imports megatron and torch.
+# Imported at first use: FSDP2 needs nothing of mcore, and the builder imports megatron.
 _LAZY = {
     "ExchangeSettings": "megatron_muon.plan.settings",
+    "IncompatibleMegatronError": "megatron_muon.mcore.versions",
     "build_megatron_fsdp_emerging_optimizer": "megatron_muon.mcore.factory",
+    **dict.fromkeys(("disable", "enable", "is_enabled"), "megatron_muon.mcore.enable"),
 }
 
 

@@ -18,7 +18,6 @@ Files, each importing only those above it::
     muon         Muon
     fused        layout of a matrix, from its module
     groups       the parameters of a model, sorted by evidence
-    preview      plans of a model of transformers that does not run
     muon_adamw   Muon, AdamW and Lion in one optimizer
     from_parameters  MuonAdamW, from parameters alone
 """

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from megatron_muon.checkpoint.folders import METADATA, find_checkpoint
-from megatron_muon.checkpoint.reading import StoredCheckpoint
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
+from megatron_muon.mcore.checkpoint_folders import METADATA, find_checkpoint
 from megatron_muon.mcore.checkpoint_load import (
     Comparison,
     find_together,
     load_compared,
     read_once,
 )
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint
 from megatron_muon.mcore.checkpoint_save import ReplacingFileSystemWriter
 from megatron_muon.mcore.metrics_log import LoggedRun
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings

@@ -26,15 +26,14 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import get_model_config, log_single_rank
 
-from megatron_muon.checkpoint.folders import (
+from megatron_muon.mcore.checkpoint_folders import (
     METADATA,
     TRACKER,
     CheckpointError,
     find_checkpoint,
     finished_iterations,
 )
-from megatron_muon.checkpoint.reading import StoredCheckpoint, read_checkpoint
-from megatron_muon.checkpoint.verification import find_misfits
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, find_misfits, read_checkpoint
 from megatron_muon.mcore.checkpoint_state import (
     LOADS_SCHEDULE,
     describe_differences,

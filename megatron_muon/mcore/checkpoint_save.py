@@ -13,8 +13,8 @@ from typing import IO, Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
-from megatron_muon.checkpoint.folders import METADATA, TRACKER, CheckpointError
-from megatron_muon.checkpoint.reading import read_checkpoint
+from megatron_muon.mcore.checkpoint_folders import METADATA, TRACKER, CheckpointError
+from megatron_muon.mcore.checkpoint_reading import read_checkpoint
 
 
 def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:

@@ -29,7 +29,7 @@ class MuonOptions:
         muon_fsdp_cost_model: Rates of the machine.
         muon_fsdp_newton_schulz: None for ``symmetric`` with ``muon_use_syrk``, a field of later
             releases of Megatron-LM, and otherwise ``standard``.
-        muon_fsdp_log_plan: Whether rank 0 logs a report of the plan.
+        muon_fsdp_log_plan: Whether the first rank of a plan logs a line about it.
         muon_fsdp_offload_momentum: Whether momentum is in pinned CPU memory between steps.
         muon_fsdp_log_metrics: Whether metrics go to TensorBoard and W&B.
         muon_momentum_dtype: ``fp32`` or ``bf16``.

@@ -128,7 +128,7 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
     "log_plan": {
         "action": "store_true",
-        "help": "Log the plan: owners of matrices, and estimated costs.",
+        "help": "Log a line for each plan: its ranks, matrices, buckets and estimated costs.",
     },
 }
 
@@ -156,7 +156,7 @@ class ExchangeSettings:
             cost model, as far as this machine can run them.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             ``megatron_muon.plan.buckets``. For measuring other numbers; it has no flag.
-        log_plan: Whether rank 0 logs a report of the plan.
+        log_plan: Whether the first rank of a plan logs a line about it.
 
     Raises:
         ValueError: An unknown dtype or way to compute Newton-Schulz, a size or a number that cannot

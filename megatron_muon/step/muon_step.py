@@ -14,8 +14,8 @@ import torch.distributed as dist
 from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.report.rank_report import log_plans
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import (
     first_line,
@@ -142,7 +142,7 @@ class MuonStep:
                 max_num_plans=self.plan_inputs.max_num_plans,
             )
         if settings.exchange.log_plan:
-            log_plans(self.engine.plans, own_rank())
+            _log_plans(self.engine.plans)
         self._named = {each.param: each for each in parameters}
         self._params = self._all_params()
         self._shards = [local_tensor(param) for param in self._params]
@@ -376,3 +376,23 @@ class MuonStep:
             self._matrix_step.wait_for_copies()
         if self._main_params.params:
             self._main_params.install(self.state())
+
+
+def _log_plans(plans: Sequence[ExchangePlan]) -> None:
+    """Log a line for each plan that has this rank as its first one; all its ranks have it."""
+    for plan in plans:
+        if plan.ranks[0] == own_rank():
+            logger.info(
+                "Muon exchange of %d ranks, %d to %d: %d matrices, %d of them split; %d stay, the "
+                "others travel in %d buckets; %.1f ms of Newton-Schulz on the busiest rank "
+                "(estimated), %.3f GB of staging on the fullest",
+                len(plan.ranks),
+                plan.ranks[0],
+                plan.ranks[-1],
+                len(plan.matrices),
+                sum(len(owners) > 1 for owners in plan.owners),
+                len(plan.local),
+                len(plan.buckets),
+                max(plan.load_ns.values()) / 1e6,
+                plan.staging_bytes / 1e9,
+            )

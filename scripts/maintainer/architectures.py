@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from megatron_muon.fsdp2.groups import choose
-from megatron_muon.fsdp2.preview import build_model
-from megatron_muon.plan.__main__ import main as plan
+from megatron_muon.tools.plan.command import main as plan
+from megatron_muon.tools.plan.transformers_model import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/unit_tests/repository/architectures.json"

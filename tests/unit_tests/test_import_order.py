@@ -8,6 +8,8 @@ the literal block below a sentence such as "Files, each importing only those abo
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,29 +22,26 @@ LAYERS: dict[str, tuple[str, str]] = {
     "user_errors": ("", ""),
     "newton_schulz": ("", "torch"),
     "plan": ("newton_schulz", ""),
-    "report": ("user_errors newton_schulz plan", ""),
     "runtime": ("newton_schulz plan", "torch"),
     "rows": ("plan runtime", "torch"),
-    "step": ("newton_schulz plan report runtime rows", "torch"),
-    "fsdp2": ("newton_schulz plan report runtime rows step", "torch"),
-    "checkpoint": ("", "torch"),
-    "mcore": ("user_errors newton_schulz plan runtime rows step checkpoint", "torch megatron"),
+    "step": ("newton_schulz plan runtime rows", "torch"),
+    "fsdp2": ("newton_schulz plan runtime rows step", "torch"),
+    "mcore": ("user_errors newton_schulz plan runtime rows step", "torch megatron"),
     "bridge": ("mcore", "torch megatron"),
-    "check": (
-        "newton_schulz plan report runtime rows step fsdp2 mcore",
+    "launcher": ("user_errors mcore", "torch megatron"),
+    # Commands, which no training process imports.
+    "tools": (
+        "user_errors newton_schulz plan runtime rows step fsdp2 mcore",
         "torch",
     ),
-    "launcher": ("user_errors mcore", "torch megatron"),
-    # What it exports. All but mcore.enable and mcore.versions is imported at first use.
+    "check": ("tools", ""),
+    "checkpoint": ("tools", ""),
+    # Names that are imported at first use.
     "__init__": ("plan mcore", ""),
     "__main__": ("launcher", ""),
 }
-_REPORTS = ("model_shape", "rank_report", "simulation", "summary", "timeline")
-# A command has the name of what users ask for, and may import anything.
-EXCEPTIONS = {
-    ("plan/__main__.py", f"megatron_muon.{name}")
-    for name in ("user_errors", "fsdp2.groups", "fsdp2.preview", *(f"report.{n}" for n in _REPORTS))
-}
+# The command has the name of the package whose plans it reports.
+EXCEPTIONS = {("plan/__main__.py", "megatron_muon.tools.plan.command")}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -88,16 +87,18 @@ def test_layers_import_only_what_they_may(path):
             assert first in others, name
 
 
-FOLDERS = [folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()]
+FOLDERS = [
+    path.parent for path in PACKAGE.glob("*/**/__init__.py") if path.parent != PACKAGE / "tools"
+]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
 def test_files_import_only_files_drawn_above_them(folder):
     """The docstring of each package draws every file, and the order holds."""
     order = drawn_order(folder)
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
     assert set(order) - {"__main__"} == files
-    inside = f"{PACKAGE.name}.{folder.name}."
+    inside = ".".join(folder.relative_to(ROOT).parts) + "."
     for number, file in enumerate(order):
         for name in imports_of(folder / f"{file}.py"):
             if name.startswith(inside):
@@ -110,3 +111,15 @@ def test_package_draws_its_layers_in_their_order():
     assert {*order, "__init__", "__main__"} == LAYERS.keys()
     for number, name in enumerate(order):
         assert set(LAYERS[name][0].split()) <= set(order[:number]), name
+
+
+def test_fsdp2_imports_no_code_of_megatron_and_no_tool():
+    """Whoever trains with plain FSDP2 loads the core alone."""
+    code = "import sys, megatron_muon.fsdp2; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "megatron_muon.fsdp2.muon" in loaded
+    assert not [
+        name for name in loaded if re.match(r"megatron\b|megatron_muon\.(mcore|tools)", name)
+    ]

@@ -63,7 +63,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 def interface() -> str:
     """Return the public interface as text, a line for each name."""
     from megatron_muon.mcore.arguments import add_flags
-    from megatron_muon.plan.__main__ import _parser
+    from megatron_muon.tools.plan.command import _parser
 
     lines = []
     for module_name in MODULES:

@@ -27,8 +27,8 @@ from helpers.toy_fsdp import build_model
 from helpers.toy_gpt import BF16, EP, ZERO, fsdp_toy_gpt
 
 import megatron_muon
-from megatron_muon.checkpoint.folders import TRACKER
-from megatron_muon.checkpoint.reading import read_checkpoint
+from megatron_muon.mcore.checkpoint_folders import TRACKER
+from megatron_muon.mcore.checkpoint_reading import read_checkpoint
 
 pytestmark = pytest.mark.ranks
 

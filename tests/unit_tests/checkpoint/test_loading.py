@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_muon.checkpoint.folders import TRACKER
-from megatron_muon.checkpoint.reading import StoredCheckpoint
+from megatron_muon.mcore.checkpoint_folders import TRACKER
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint
 
 pytestmark = pytest.mark.ranks
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
-from megatron_muon.checkpoint.folders import TRACKER, find_checkpoint
-from megatron_muon.checkpoint.reading import read_checkpoint
-from megatron_muon.checkpoint.verification import find_problems
+from megatron_muon.mcore.checkpoint_folders import TRACKER, find_checkpoint
+from megatron_muon.mcore.checkpoint_reading import read_checkpoint
+from megatron_muon.tools.checkpoint.verification import find_problems
 
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]

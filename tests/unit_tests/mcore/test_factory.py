@@ -83,16 +83,15 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
 
 
 def test_plan_is_logged_where_asked():
-    """Experts over their data-parallel ranks, dense matrices over all, with owners' loads."""
+    """Experts are planned over their data-parallel ranks, dense matrices over all ranks."""
     # Megatron-FSDP turns the last flag on itself: it does not mean the layer-wise optimizer here.
     flags = (*EP, *ONE_ITERATION, "--muon-fsdp-log-plan", "--use-distributed-optimizer")
     run = launch(4, fsdp_toy_gpt("optim_grads_params", *flags)).check()
     text = run.outputs[0]
-    assert "Muon exchange plan of 2 ranks, 0 to 2:" in text
-    assert "Muon exchange plan of 4 ranks, 0 to 3:" in text
-    assert text.count("Newton-Schulz: busiest rank") == 2
-    assert text.count("rank  matrices  Newton-Schulz ms  traffic ms") == 2
-    assert "Muon exchange plan" not in run.outputs[1]
+    assert "Muon exchange of 2 ranks, 0 to 2:" in text
+    assert "Muon exchange of 4 ranks, 0 to 3:" in text
+    # Rank 1 is the first one of the other copy of the experts.
+    assert "Muon exchange of 4 ranks" not in run.outputs[1]
 
 
 def _parameter_that_asks_for_another_optimizer() -> list[str]:

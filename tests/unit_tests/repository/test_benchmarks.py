@@ -15,7 +15,7 @@ import torch
 from helpers.commands import train_forked
 from helpers.ranks import ROOT, launch, run_ranks
 
-from megatron_muon.report.model_shape import PRESETS, ModelShape
+from megatron_muon.tools.plan.model_shape import PRESETS, ModelShape
 
 # What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
 # Whoever removes an operation lowers them, here and there; nothing may raise them unseen.

@@ -12,7 +12,7 @@ import pytest
 from helpers.ranks import ROOT
 
 from megatron_muon.mcore.unsupported import UNSUPPORTED
-from megatron_muon.plan.__main__ import _parser, main
+from megatron_muon.tools.plan.command import _parser, main
 
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
@@ -72,7 +72,12 @@ def test_commands_have_the_flags_that_they_name(document: str, command: str) -> 
     if "megatron_muon.plan" in words:
         _parser().parse_args(words[words.index("megatron_muon.plan") + 1 :])
         return
-    modules = {word: f"{word.replace('.', '/')}/__main__.py" for word in words if "muon." in word}
+    # python -m megatron_muon.NAME runs megatron_muon/tools/NAME/command.py.
+    modules = {
+        word: f"megatron_muon/tools/{word.partition('.')[2]}/command.py"
+        for word in words
+        if word.startswith("megatron_muon.")
+    }
     *_, script = (word for word in words if (ROOT / modules.get(word, word)).is_file())
     source = (ROOT / modules.get(script, script)).read_text()
     options = [word for word in words[words.index(script) :] if word.startswith("--")]

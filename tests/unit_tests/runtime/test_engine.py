@@ -17,7 +17,7 @@ from helpers.collective_timing import collectives_run
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, each_of, split_always, step_both
 
-from megatron_muon.report.rank_report import build_report
+from megatron_muon.tools.plan.rank_report import build_report
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 

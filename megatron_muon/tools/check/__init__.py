@@ -1,0 +1,12 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Check a machine before a run and measure its rates: ``python -m megatron_muon.check``.
+
+Files, each importing only those above it::
+
+    verdicts     one check on all ranks together, and the table of their verdicts
+    environment  versions, compiler, NCCL and its variables
+    results      kernels and steps, compared with whole matrices
+    rates        bandwidths, Newton-Schulz, and a step beside Adam's
+    command      flags and output
+"""

@@ -1,0 +1,296 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Convert checkpoints of Muon between DDP, or the layer-wise optimizer, and Megatron-FSDP.
+
+=====================================================  ===========================================
+``torch_dist``                                         ``fsdp_dtensor``
+=====================================================  ===========================================
+tensors of all layers and experts                      a tensor per parameter (``names.py``)
+weights of 16 bits and ``optimizer.state.fp32_param``  fp32 ``model``
+settings by group, ``common_state``                    settings by parameter, which DDP takes from
+                                                       the loading run instead
+=====================================================  ===========================================
+
+Values are read and converted while they are written: a parameter of one layer at a time.
+
+Source: ``megatron/core/dist_checkpointing``, ``megatron/core/optimizer`` and ``megatron/core/
+transformer/fsdp_dtensor_checkpoint.py`` of NVIDIA/Megatron-LM 0.19.2, and checkpoints that they
+have written.
+"""
+
+import argparse
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.checkpoint_folders import CheckpointError
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, StoredObject
+from megatron_muon.tools.checkpoint.names import part_of, parts_of
+from megatron_muon.tools.checkpoint.writing import Conversion, whole_box
+
+_COMMON = "common_state/shard_0_1"
+_COUNTERS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+_MASTER, _STEP = "fp32_param", "step"
+_MUON, _ADAM = {"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}
+_DDP_WEIGHT = re.compile(r"(?P<name>(?!optimizer\.|chained_).+)$")
+_DDP_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)$")
+_FSDP_WEIGHT = re.compile(r"model\.(?:module\.)+(?P<name>(?!mtp\.).+)$")
+_FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)+(?P<name>.+)\.(?P<kind>[^.]+)$")
+_FSDP_SETTING = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)+(.+)\.([^.]+)$")
+# Linear layers of Megatron's modules; they save nothing beside their weights.
+_WITHOUT_STATE = re.compile(r"(.*\.linear_[^.]+)\.weight$")
+# Buffers: no optimizer steps them.
+_BUFFERS = ("expert_bias", "local_tokens_per_expert")
+_READ_ARGS = {
+    *("bf16", "fp16", "swiglu", "transformer_impl", "moe_grouped_gemm", "num_layers", "num_experts")
+}
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def from_ddp(conversion: Conversion) -> dict[str, Any]:
+    """Plan a checkpoint for ``--use-megatron-fsdp``, without random states and group settings.
+
+    Args:
+        conversion: Conversion of a checkpoint of the format ``torch_dist``.
+
+    Returns:
+        Values that all ranks share, ``iteration`` and ``args`` among them.
+
+    Raises:
+        CheckpointError: A tensor or setting is missing or unknown.
+    """
+    checkpoint = conversion.source
+    common = _common_of_ddp(checkpoint)
+    args = common["args"]
+    weights, states = _by_parameter(checkpoint, _DDP_WEIGHT, _DDP_STATE)
+    num_steps, is_by_group = _adam_steps(checkpoint, common)
+    prefix = "optimizer.{}.module.module." + "module." * (args.bf16 or args.fp16)
+    state, setting = prefix.format("state"), prefix.format("param_to_group_meta")
+    for name, key in weights.items():
+        kinds = states[name]
+        shape = checkpoint.tensors[key].size
+        parts = [*parts_of(name, shape, args)]
+        sources = {"model.module.{}": kinds.pop(_MASTER, key)} | {
+            f"{state}{{}}.{kind}": source for kind, source in kinds.items()
+        }
+        for (target, source), part in itertools.product(sources.items(), parts):
+            part_shape = tuple(checkpoint.tensors[source].size[len(part.indices) :])
+            if part.half is not None:
+                part_shape = (part_shape[0] // 2, *part_shape[1:])
+            conversion.copy(
+                source,
+                target.format(part.name),
+                part_shape,
+                torch.float32,
+                source_box=part.box(part_shape),
+            )
+        if kinds.keys() != _ADAM:
+            continue
+        # Torch's Adam counts steps by parameter, Transformer Engine's by parameter group, and group
+        # settings are not split.
+        for part in parts_of(name, shape, args, has_halves=not is_by_group):
+            if is_by_group:
+                conversion.add_object(f"{setting}{part.name}.{_STEP}", num_steps)
+            else:
+                key, counter = f"{state}{part.name}.{_STEP}", torch.tensor(num_steps)
+                conversion.add_chunk(key, (), whole_box(()), torch.float32, counter.clone)
+    conversion.add_object("args", argparse.Namespace(**vars(args), ckpt_format="fsdp_dtensor"))
+    for key in _COUNTERS:
+        conversion.add_object(key, common.get(key, 0))
+    for key, value in common.get("opt_param_scheduler", {}).items():
+        conversion.add_object(f"opt_param_scheduler.{key}", value)
+    return common
+
+
+def to_ddp(conversion: Conversion) -> dict[str, Any]:
+    """Plan a checkpoint for ``--optimizer muon`` under DDP, without random states.
+
+    Args:
+        conversion: Conversion of a checkpoint of Megatron-FSDP, of the format ``fsdp_dtensor``.
+
+    Returns:
+        Values that all ranks share, ``iteration`` and ``args`` among them.
+
+    Raises:
+        CheckpointError: A tensor or setting is missing or unknown.
+    """
+    checkpoint = conversion.source
+    args = _plain_args(checkpoint, checkpoint.read_object("args"))
+    if args.fp16:
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected args of a run in fp32 or bf16, got fp16."
+        )
+    weights, states = _by_parameter(checkpoint, _FSDP_WEIGHT, _FSDP_STATE)
+    common = _common_for_ddp(checkpoint, states, args)
+    params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    for name, key in weights.items():
+        part, stack = part_of(name, args)
+        kinds = {kind: source for kind, source in states.get(name, {}).items() if kind != _STEP}
+        # Buffers keep their type.
+        own_dtype = params_dtype if kinds else checkpoint.tensors[key].properties.dtype
+        if args.bf16 and kinds:
+            kinds[_MASTER] = key
+        targets = [(part.stacked, key, own_dtype)] + [
+            (f"optimizer.state.{kind}.{part.stacked}", source, torch.float32)
+            for kind, source in kinds.items()
+        ]
+        for target, source, dtype in targets:
+            part_shape = checkpoint.tensors[source].size
+            shape = part_shape if part.half is None else (2 * part_shape[0], *part_shape[1:])
+            conversion.copy(source, target, (*stack, *shape), dtype, box=part.box(part_shape))
+        is_local = args.transformer_impl == "local" and part.half != 1
+        if is_local and (match := _WITHOUT_STATE.match(part.stacked)):
+            shard, num_shards = (
+                ".".join(map(str, n)) for n in (part.indices or (0,), stack or (1,))
+            )
+            conversion.add_object(f"{match[1]}._extra_state/shard_{shard}_{num_shards}", [None])
+    conversion.add_object(_COMMON, [common])
+    return common
+
+
+def _by_parameter(
+    checkpoint: StoredCheckpoint, weight: re.Pattern[str], state: re.Pattern[str]
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Return the keys of weights, and of states by kind, by the stored name of the parameter.
+
+    Raises:
+        CheckpointError: A tensor is unknown, or a parameter has no state of Muon or Adam.
+    """
+    weights: dict[str, str] = {}
+    states: dict[str, dict[str, str]] = defaultdict(dict)
+    problems = []
+    for key in checkpoint.tensors:
+        if match := state.match(key):
+            states[match["name"]][match["kind"]] = key
+        elif match := weight.match(key):
+            weights[match["name"]] = key
+        elif not key.startswith("rng_state."):
+            problems.append(
+                f"{key}: expected a weight, but not of multi-token prediction, or a state of a "
+                "parameter, got neither. Save with --optimizer muon, without a distributed "
+                "optimizer for Adam."
+            )
+    kinds_of = {name: states[name].keys() - {_MASTER, _STEP} for name in {*weights, *states}}
+    if _MUON not in kinds_of.values():
+        problems.append(f"{checkpoint.folder}: expected momentum of Muon, got none.")
+    for name, kinds in kinds_of.items():
+        is_buffer = name.endswith(_BUFFERS) and not kinds
+        if name not in weights or not (is_buffer or kinds in (_MUON, _ADAM)):
+            problems.append(
+                f"{name}: expected a weight with momentum_buffer of Muon, or "
+                f"{', '.join(sorted(_ADAM))} of Adam, got "
+                f"{', '.join(sorted(kinds)) or 'none of them'}. Only --optimizer muon is converted."
+            )
+    if problems:
+        raise CheckpointError(*sorted(problems), "Nothing was written.")
+    return weights, states
+
+
+def _plain_args(checkpoint: StoredCheckpoint, args: StoredObject) -> argparse.Namespace:
+    """Return arguments without instances of Megatron's classes, and without the format."""
+    plain = {
+        key: value for key, value in vars(args or argparse.Namespace()).items() if _is_plain(value)
+    }
+    if missing := sorted(_READ_ARGS - plain.keys()):
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected the arguments {', '.join(missing)}, got none. "
+            "Save it by Megatron-LM 0.19."
+        )
+    plain.pop("ckpt_format", None)
+    return argparse.Namespace(**plain)
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value needs no class of Megatron's."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    return type(value) in _PLAIN
+
+
+def _common_of_ddp(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+    """Return the values that all ranks of DDP share."""
+    stored = checkpoint.read_object(_COMMON)
+    common = stored[0] if isinstance(stored, list) and stored else {}
+    missing = [name for name in ("args", "iteration", "optimizer") if name not in common]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected {', '.join(missing)} in {_COMMON}, got "
+            f"{sorted(common) or 'nothing'}. Save weights and optimizer by Megatron-LM 0.19, "
+            "without --no-save-optim."
+        )
+    return {**common, "args": _plain_args(checkpoint, common["args"])}
+
+
+def _adam_steps(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> tuple[float, bool]:
+    """Return how often Adam has stepped, and whether groups count it, or parameters."""
+    optimizer = common["optimizer"]
+    groups = itertools.chain(*_nested(optimizer, "param_groups"))
+    in_groups = {float(group[_STEP]) for group in groups if _STEP in group}
+    in_state = {float(counter) for counter in _nested(optimizer, "common_step")}
+    counts = [*in_groups, *in_state]
+    if len(counts) != 1:
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected one step count of Adam for all parameters, got "
+            f"{sorted(counts) or 'none'}. Save all parameters by one run of --optimizer muon."
+        )
+    return counts[0], bool(in_groups)
+
+
+def _nested(values: object, name: str) -> Iterator[Any]:
+    """Yield the values of a name in the state of an optimizer, or of several that are chained."""
+    if isinstance(values, Mapping):
+        if name in values:
+            yield values[name]
+        for inner in values.values():
+            yield from _nested(inner, name)
+
+
+def _common_for_ddp(
+    checkpoint: StoredCheckpoint, states: Mapping[str, Mapping[str, str]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the common values of a DDP checkpoint, settings of parameter groups included."""
+    settings: dict[str, dict[str, Any]] = defaultdict(dict)
+    scheduler = {}
+    for key in checkpoint.objects:
+        if match := _FSDP_SETTING.match(key):
+            settings[match[1]][match[2]] = checkpoint.read_object(key)
+        elif key.startswith("opt_param_scheduler."):
+            scheduler[key.removeprefix("opt_param_scheduler.")] = checkpoint.read_object(key)
+    # Upstream chains an optimizer per kind, in this order, and finds groups by their settings.
+    chained: dict[tuple[bool, bool], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for group in settings.values():
+        kind = ("betas" in group, bool(group.get("is_expert_parallel")))
+        chained[kind][repr(sorted(group.items(), key=str))] = group
+    # Transformer Engine's Adam counts steps in its groups.
+    counters = {
+        float(checkpoint.read_chunk(kinds[_STEP], (), ()))
+        for kinds in states.values()
+        if _STEP in kinds
+    }
+    if len(counters) > 1 or not any(not is_adam for is_adam, _ in chained):
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected settings of Muon, and one step count of Adam, got "
+            f"groups of {len(chained)} optimizers and counts {sorted(counters)}. Save all "
+            "parameters by one run of --optimizer muon."
+        )
+    optimizers: dict[int, Any] = {}
+    for number, kind in enumerate(sorted(chained)):
+        state: dict[str, Any] = {"param_groups": [*chained[kind].values()]}
+        if kind[0] and counters:
+            state["state"] = {"common_step": torch.tensor(next(iter(counters)))}
+        optimizers[number] = {"optimizer": state} if args.bf16 else state
+    fsdp_flags = ("use_megatron_fsdp", "use_distributed_optimizer")
+    ddp_args = {**vars(args), **dict.fromkeys(fsdp_flags, False), "ckpt_format": "torch_dist"}
+    return {
+        "args": argparse.Namespace(**ddp_args),
+        **{key: checkpoint.read_object(key) for key in _COUNTERS if key in checkpoint.objects},
+        "optimizer": optimizers if len(optimizers) > 1 else optimizers[0],
+        "opt_param_scheduler": scheduler,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }

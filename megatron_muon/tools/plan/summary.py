@@ -1,0 +1,217 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and time of Muon beside AdamW's, for a job that does not run, in a few lines."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from megatron_muon.plan.layout import Splits
+from megatron_muon.tools.plan.model_shape import ModelShape, Parameter
+from megatron_muon.tools.plan.rank_report import Report
+from megatron_muon.tools.plan.simulation import Parallelism
+
+_FP32, _BF16 = 4, 2
+
+
+class Machine(NamedTuple):
+    """The GPUs of a job, and its batch.
+
+    Args:
+        gpu_gb: Memory of a GPU, GB.
+        model_tflops: TFLOP/s of forward and backward passes on a GPU.
+        tokens: Tokens of an iteration, all ranks together.
+    """
+
+    gpu_gb: float
+    model_tflops: float
+    tokens: float
+
+
+class Elements(NamedTuple):
+    """Elements by optimizer.
+
+    Args:
+        muon: Matrices of Muon.
+        adamw: All others: embeddings, output layer, vectors, under FSDP2 routers too.
+    """
+
+    muon: int
+    adamw: int
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank, without activations and gathered layers.
+
+    Args:
+        model: Weights and gradients.
+        muon: Optimizer states, with AdamW for the rest.
+        adamw: Optimizer states if AdamW steps everything.
+        step: While Muon steps: messages, stacks, workspace of Newton-Schulz, results, and float32
+            copies of gradients.
+        adamw_step: While AdamW steps: float32 copies of gradients.
+    """
+
+    model: int
+    muon: int
+    adamw: int
+    step: int
+    adamw_step: int
+
+
+class Size(NamedTuple):
+    """Parameters of a model.
+
+    Args:
+        total: All of them.
+        muon: In matrices of Muon.
+        active: That multiply a token: the output layer and chosen experts included.
+        has_embeddings: Whether embeddings count.
+    """
+
+    total: int
+    muon: int
+    active: int
+    has_embeddings: bool = True
+
+
+def _count(parameters: Iterable[Parameter], tensor_ranks: int = 1) -> Elements:
+    """Count the elements of parameters that one tensor-parallel rank has."""
+    counts = [0, 0]
+    for each in parameters:
+        size = math.prod(each.shape)
+        if each.partition_dim is not None:
+            size //= tensor_ranks
+        counts[len(each.shape) == 1] += size
+    return Elements(*counts)
+
+
+def count_layers(model: ModelShape, parallel: Parallelism) -> tuple[Elements, Elements]:
+    """Count dense parameters and experts of a tensor-parallel rank of the first stage."""
+    splits, layers = Splits(), range(-(-model.num_layers // parallel.pp))
+    num_experts = model.num_experts // parallel.ep
+    dense = [p for layer in layers for p in model.dense_parameters(layer, splits)]
+    experts = [p for layer in layers for p in model.expert_parameters(layer, num_experts, splits)]
+    return _count(dense, parallel.tp), _count(experts, parallel.expert_tp)
+
+
+def size_of_shape(model: ModelShape) -> Size:
+    """Count the parameters of a decoder of Megatron-LM."""
+    active = model.head_elements
+    for layer in range(model.num_layers):
+        experts = model.expert_parameters(layer, model.moe_router_topk, Splits())
+        active += sum(_count(model.dense_parameters(layer, Splits()) + experts))
+    layers = count_layers(model, Parallelism(1))
+    return Size(
+        sum(map(sum, layers)) + model.embedding_elements,
+        sum(each.muon for each in layers),
+        active,
+        model.vocab_size > 0,
+    )
+
+
+def memory_under_megatron_fsdp(
+    model: ModelShape, parallel: Parallelism, report: Report, *, has_fp32_gradients: bool
+) -> Memory:
+    """Add up the memory of a rank of the first pipeline stage.
+
+    Weights and gradients are bfloat16, main weights float32. A step has float32 copies of the
+    gradients that it needs, unless they are float32 (``--megatron-fsdp-main-grads-dtype``), and
+    results overwrite gradients. Source: ``param_and_grad_buffer.py`` of megatron-core 0.19.2.
+    """
+    of_dense, of_experts = count_layers(model, parallel)
+    # The last stage has the output layer.
+    embedding = model.embedding_elements if parallel.pp == 1 else model.head_elements
+    of_dense = of_dense._replace(adamw=of_dense.adamw + embedding // parallel.tp)
+    expert_ranks = parallel.expert_tp * parallel.ep
+    parts = [(of_dense, parallel.dp), (of_experts, parallel.stage_size // expert_ranks)]
+    level = ("no_shard", "optim", "optim_grads", "optim_grads_params").index(parallel.sharding)
+    num_bytes = dict.fromkeys(Memory._fields, 0)
+    for elements, num_ranks in parts:
+        inner = num_ranks // parallel.hsdp
+        outer = num_ranks if parallel.shards_outer else inner
+        total, states = sum(elements), sum(elements) // (outer if level >= 1 else 1)
+        muon = elements.muon * states // max(1, total)
+        gradient_bytes = _FP32 if has_fp32_gradients else _BF16
+        num_bytes["model"] += _BF16 * total // (inner if level >= 3 else 1)
+        num_bytes["model"] += gradient_bytes * total // (inner if level >= 2 else 1)
+        num_bytes["model"] += _FP32 * states
+        num_bytes["muon"] += _FP32 * (2 * states - muon)
+        num_bytes["adamw"] += 2 * _FP32 * states
+        num_bytes["adamw_step"] += 0 if has_fp32_gradients else _FP32 * states
+    num_bytes["step"] = num_bytes["adamw_step"] + report.max_step_bytes
+    return Memory(**num_bytes)
+
+
+def memory_under_fsdp2(elements: Elements, report: Report) -> Memory:
+    """Add up the memory of a rank with these elements; weights and gradients are float32."""
+    muon, adamw = elements
+    return Memory(
+        model=2 * _FP32 * (muon + adamw),
+        muon=_FP32 * (muon + 2 * adamw),
+        adamw=2 * _FP32 * (muon + adamw),
+        step=_FP32 * muon + report.max_step_bytes,
+        adamw_step=0,
+    )
+
+
+def summary(
+    name: str, size: Size, num_ranks: int, report: Report, memory: Memory, machine: Machine
+) -> Iterator[str]:
+    """Yield the lines that answer: does it fit, how long is a step, and what limits it."""
+    without = "" if size.has_embeddings else ", without embeddings (no --vocab-size)"
+    yield (
+        f"{name}: {size.total / 1e9:,.1f} B parameters{without}, {size.muon / 1e9:,.1f} B of them "
+        f"in matrices of Muon, on {num_ranks} GPUs"
+    )
+    yield (
+        f"memory, GB a GPU: weights and gradients {memory.model / 1e9:.1f}, states "
+        f"{memory.muon / 1e9:.1f} (AdamW {memory.adamw / 1e9:.1f}), while a step runs "
+        f"{memory.step / 1e9:.1f} (AdamW {memory.adamw_step / 1e9:.1f})"
+    )
+    left_gb, with_adamw = (
+        machine.gpu_gb - num_bytes / 1e9
+        for num_bytes in (
+            memory.model + memory.muon + memory.step,
+            memory.model + memory.adamw + memory.adamw_step,
+        )
+    )
+    yield (
+        f"fits: {left_gb:.1f} of {machine.gpu_gb:.0f} GB are left for activations and gathered "
+        f"layers (AdamW {with_adamw:.1f})"
+        if left_gb > 0
+        else f"does not fit: {-left_gb:.1f} GB more than {machine.gpu_gb:.0f} GB. Use more GPUs"
+    )
+    slowest = max(report.ranks, key=lambda rank: rank.step_ns)
+    traffic_ns = max(rank.traffic_ns for rank in report.ranks)
+    yield (
+        f"step of Muon: {slowest.step_ns / 1e6:.1f} ms on the slowest GPU, of which Newton-Schulz "
+        f"{slowest.newton_schulz_ns / 1e6:.1f} ms and waits for messages "
+        f"{(slowest.step_ns - slowest.newton_schulz_ns) / 1e6:.1f} ms"
+    )
+    iteration_s = 6 * size.active * machine.tokens
+    iteration_s /= num_ranks * machine.model_tflops * 1e12
+    share = report.step_ns / (iteration_s * 1e9 + report.step_ns)
+    yield (
+        f"iteration of {machine.tokens / 1e6:.1f} M tokens: {iteration_s:.2f} s of forward and "
+        f"backward passes at {machine.model_tflops:.0f} TFLOP/s a GPU; the step is {share:.1%}"
+    )
+    yield f"bound by {_bound(report, traffic_ns)}"
+
+
+def _bound(report: Report, traffic_ns: int) -> str:
+    """Name what bounds a step, and the setting to change."""
+    if traffic_ns > report.busiest_ns:
+        return (
+            "messages: fewer replicas (HSDP, ZeRO-0) send fewer bytes; pass measured rates as "
+            "--muon-fsdp-cost-model"
+        )
+    if report.busiest_over_ideal > 1.5:
+        return (
+            f"too few matrices: the busiest rank has {report.busiest_over_ideal:.1f} times the "
+            "mean. A higher --muon-fsdp-max-owners splits them further"
+        )
+    return (
+        f"Newton-Schulz, spread evenly ({report.busiest_over_ideal:.2f} times the mean): "
+        "--muon-fsdp-newton-schulz auto takes fewer operations"
+    )

@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m megatron_muon.plan``: what it prints, for whom, and what it refuses."""
+
+import dataclasses
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+from helpers.commands import run_command
+
+from megatron_muon.plan.settings import PlanSettings
+from megatron_muon.tools.plan.command import main
+from megatron_muon.tools.plan.model_shape import PRESETS
+from megatron_muon.tools.plan.simulation import Parallelism, simulate
+
+SMALL = ("--preset", "llama3-8b", "--num-layers", "1", "--dp", "4")
+
+
+def _report(capsys: Any, *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_preset_flags_and_overrides_describe_the_same_model(capsys):
+    """A preset is a name for Megatron's flags, each of which can be changed."""
+    flags = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
+    by_flags = _report(capsys, *flags.split(), "--num-query-groups", "8", "--dp", "16")
+    assert by_flags == _report(capsys, "--preset", "llama3-8b", "--dp", "16")
+    assert len(by_flags["matrices"]) == 128
+    short = _report(capsys, "--preset", "llama3-8b", "--num-layers", "2", "--dp", "16")
+    assert len(short["matrices"]) == 8
+    stage = _report(capsys, "--preset", "llama3-8b", "--pp", "4", "--dp", "16")
+    assert len(stage["matrices"]) == 32
+
+
+LLAMA, QWEN = "--preset llama3-8b", "--preset qwen3-30b-a3b"
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_matrices", "num_ranks", "max_busiest"),
+    [
+        (f"{LLAMA} --dp 8 --tp 2", 2 * 128, 16, 1.3),
+        (f"{LLAMA} --dp 8 --tp 2 --muon-tp-mode duplicated", 128, 16, 1.3),
+        (f"{LLAMA} --dp 8 --hsdp 2", 128, 8, 1.3),
+        (f"{LLAMA} --dp 8 --hsdp 2 --hfsdp", 128, 8, 1.3),
+        (f"{LLAMA} --dp 8 --sharding no_shard", 128, 8, 1.3),
+        # If all whole experts stayed where they are, it would be 1.18.
+        (f"{QWEN} --num-layers 16 --dp 64 --ep 8", 16 * (128 * 2 + 3), 64, 1.06),
+    ],
+)
+def test_known_models_are_balanced(flags, num_matrices, num_ranks, max_busiest, capsys):
+    """Tensor ranks have matrices of their own unless their mode joins them.
+
+    test_documents.py has plans of more ranks, figure by figure.
+    """
+    report = _report(capsys, *flags.split())
+    assert len(report["matrices"]) == num_matrices
+    assert len(report["ranks"]) == num_ranks
+    assert report["busiest_over_ideal"] < max_busiest
+    # Nothing can be moved more often than there and back to every copy.
+    copies = 8 if "no_shard" in flags else 2 if flags.endswith("--hsdp 2") else 1
+    assert 0 < report["bytes_sent"] <= 2 * report["num_elements"] * (1 + copies)
+    if LLAMA in flags:
+        elements = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
+        assert report["num_elements"] == 32 * elements
+    else:
+        # Most experts lie whole on a rank, and stay there: 3 % would travel if all did.
+        assert report["moved_fraction"] < 0.11
+        # One call for each matrix would be 113 on one rank.
+        assert max(rank["num_calls"] for rank in report["ranks"]) <= 14
+
+
+WITHOUT_TORCH = """
+import sys
+from megatron_muon.tools.plan.command import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+def test_plan_imports_no_torch():
+    """With --ranks the numbers of --json come as a table."""
+    done = run_command(sys.executable, "-c", WITHOUT_TORCH, *SMALL, "--ranks")
+    assert done.returncode == 0, done.stderr
+    assert "4 matrices, 218.1 M elements, on 4 ranks" in done.stdout
+
+
+def test_limit_that_is_kept_is_not_refused(capsys):
+    """Two plans share one arena: twice the larger one was once asked for.
+
+    deepseek-v3 on 64 ranks was refused 700 MB, of which it would have used 698.
+    """
+    arguments = (
+        "--preset qwen3-30b-a3b --num-layers 4 --dp 8 --ep 4 --muon-fsdp-staging-bytes".split()
+    )
+    with pytest.raises(SystemExit):
+        main([*arguments, "1"])
+    refusal = capsys.readouterr().err
+    enough = int(re.search(r"Set --muon-fsdp-staging-bytes to (\d+) or more", refusal)[1])
+    needed = _report(capsys, *arguments, str(enough))["max_staging_bytes"]
+    assert needed <= enough
+    assert _report(capsys, *arguments, str(needed))["max_staging_bytes"] <= needed
+    plans = simulate(
+        dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=4),
+        Parallelism(dp=8, ep=4),
+        PlanSettings(staging_bytes=needed),
+    )
+    assert needed < 2 * max(plan.staging_bytes for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dp 8", "model: expected --preset, --hf, or --num-layers and other flags of Megatron"),
+        ("--hidden-size 8", "num_layers: expected a positive number, got 0. Pass --num-layers."),
+        (f"{LLAMA} --ep 2", "ep: expected a divisor of 0 experts, got 2"),
+        (f"{LLAMA} --dp 9 --hsdp 2", "hsdp: expected dp to be a multiple of 2 instances, got dp 9"),
+        (f"{LLAMA} --tp 3", "to be a multiple of 3 tensor-parallel ranks"),
+        (f"{LLAMA} --muon-fsdp-cost-model tflops=0", "expected a positive, finite tflops, got 0.0"),
+        (f"{LLAMA} --num-layers 1 --svg /nowhere/step.svg", "No such file or directory: '/nowhere"),
+        (f"{LLAMA} --muon-fsdp-max-owners 3", "max-owners: expected a power of two"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments, message, capsys):
+    """The message names what was expected, what came and what to do; the exit code is 2."""
+    with pytest.raises(SystemExit) as error:
+        main(arguments.split())
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
