@@ -37,7 +37,7 @@ def products(a: torch.Tensor, b: torch.Tensor, summand: torch.Tensor) -> list[to
 @torch.no_grad()
 @pytest.mark.parametrize("stack", [(), (0,), (3,)])
 def test_bf16_products_are_fp32_products_rounded_once(stack):
-    """New, into a given tensor and in place; fp32 has the bits of its own kernel."""
+    """Products in bf16 are fp32 products rounded once, also in place."""
     operands = random(*stack, 9, 80)[..., ::2], random(*stack, 5, 40).mT, random(*stack, 9, 5)
     expected = products(*(tensor.float() for tensor in operands))
     for result, fp32 in zip(products(*operands), expected, strict=True):
@@ -48,7 +48,7 @@ def test_bf16_products_are_fp32_products_rounded_once(stack):
 
 
 def test_backward_of_a_linear_layer_is_in_fp32_too():
-    """The gradients come from C++, where no mode for Python functions sees a product."""
+    """Gradients of a linear layer, computed in C++, are fp32 products rounded once."""
     x, weight, grad = random(9, 32), random(24, 32), random(9, 24).detach()
     torch.nn.functional.linear(x, weight).backward(grad)
     assert torch.equal(weight.grad, (grad.float().T @ x.detach().float()).bfloat16())

@@ -119,13 +119,13 @@ def _communicate_as_over_nccl() -> None:
     [(1, _rng_tracker_draws_as_upstream), (1, _call_cuda), (2, _communicate_as_over_nccl)],
 )
 def test_cpu_ranks_do_what_gpus_do(num_ranks, function):
-    """Random states, devices, streams, norms, and NCCL's averages and uneven lists."""
+    """CPU ranks have random states, devices, streams, norms and averages as GPUs do."""
     run_ranks(num_ranks, function).check()
 
 
 @pytest.mark.slow
 def test_thread_that_waits_for_the_gil_does_not_abort_the_exit():
-    """A worker of gloo waited so to let a tensor go, and a rank whose work was done got SIGABRT.
+    """A thread that waits for the GIL at exit does not abort the process.
 
     If the machine is too busy for the thread to wait by then, the run ends well all the same.
     """

@@ -76,7 +76,7 @@ def drawn_order(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_layers_import_only_what_they_may(path):
-    """Plans know no torch, runtime no megatron, and only mcore knows all of them."""
+    """Each module imports only layers, torch and megatron that its layer may import."""
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
     packages, others = (words.split() for words in LAYERS[own])
     for name in imports_of(path):
@@ -94,7 +94,7 @@ FOLDERS = [
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
 def test_files_import_only_files_drawn_above_them(folder):
-    """The docstring of each package draws every file, and the order holds."""
+    """The docstring of each package draws its files in an order that imports keep."""
     order = drawn_order(folder)
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
     assert set(order) - {"__main__"} == files
@@ -106,7 +106,7 @@ def test_files_import_only_files_drawn_above_them(folder):
 
 
 def test_package_draws_its_layers_in_their_order():
-    """What the package's docstring draws are the layers, each below what it imports."""
+    """The package's docstring draws the layers, each below what it imports."""
     order = drawn_order(PACKAGE)
     assert {*order, "__init__", "__main__"} == LAYERS.keys()
     for number, name in enumerate(order):

@@ -32,7 +32,7 @@ def _list_patches() -> tuple[list[str], int]:
 
 @pytest.mark.ranks
 def test_patches_are_listed_on_request():
-    """One line for each patch and symbol, which hid the others at each start."""
+    """--list-patches prints one line for each patch and symbol."""
     run = run_ranks(1, _list_patches).check()
     (lines, num_lines), listed = run.results[0], run.outputs[0].splitlines()
     assert len(listed) == num_lines
@@ -47,7 +47,7 @@ def _run_script(tmp_path, code: str, name: str = "script.py"):
 
 @pytest.mark.ranks
 def test_script_runs_as_main_with_its_folder_and_arguments(tmp_path):
-    """As ``python SCRIPT ARGS`` would run it."""
+    """A script runs as ``python SCRIPT ARGS`` would run it."""
     (tmp_path / "beside.py").write_text("NAME = 'found'")
     code = (
         "import sys, beside, megatron_muon\n"
@@ -85,7 +85,7 @@ def test_megatron_package_beside_the_script_is_used(tmp_path):
 
 
 def test_launcher_without_a_gpu_says_how_to_use_cpu_ranks(monkeypatch, tmp_path):
-    """A missing GPU is an error, not a fall back."""
+    """A missing GPU is an error with the way to CPU ranks, not a fall back."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -121,10 +121,7 @@ HELPERS = [
 def test_checkout_that_compiles_for_another_python_is_refused(
     compiled, named, includes, is_refused, monkeypatch, tmp_path
 ):
-    """Rank 0 failed in make after the start, with 1,030 lines from all ranks and no remedy.
-
-    PATH has the tools that make takes; a later check of the launcher ends a start that passes.
-    """
+    """A checkout whose tools compile for another Python is refused before any rank starts."""
     datasets, tools = tmp_path / "datasets", tmp_path / "bin"
     datasets.mkdir()
     tools.mkdir()
@@ -151,7 +148,7 @@ def test_checkout_that_compiles_for_another_python_is_refused(
 
 
 def test_usage_and_missing_scripts_are_errors(capsys):
-    """Without a script the usage is shown; a wrong path is named."""
+    """The launcher shows its usage without a script, and names a wrong path."""
     assert launcher.main([]) == 2
     assert "-m megatron_muon SCRIPT" in capsys.readouterr().err
     with pytest.raises(SettingsError, match="got no_such_script.py"):
@@ -160,10 +157,7 @@ def test_usage_and_missing_scripts_are_errors(capsys):
 
 @pytest.mark.ranks
 def test_command_of_the_flags_page_trains_without_a_checkout():
-    """The flags of that page alone, in an environment as of Megatron's examples, and in bf16.
-
-    They once failed on the wheel, and then four times from a checkout, each for another kernel.
-    """
+    """The command of docs/flags.md trains from the wheel alone, also in bf16."""
     page = (ROOT / "docs" / "flags.md").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"scripts/cpu_ranks scripts/pretrain_gpt\.py (.*)", page)
     # Forked ranks start no processes of their own.
@@ -180,7 +174,7 @@ def test_command_of_the_flags_page_trains_without_a_checkout():
 
 @pytest.mark.ranks
 def test_tensor_parallelism_without_fsdp_starts_on_cpu_ranks_too():
-    """Megatron asserts another CUDA_DEVICE_MAX_CONNECTIONS there than under Megatron-FSDP."""
+    """Tensor parallelism under DDP gets the variable that Megatron asserts."""
     flags = ("--tensor-model-parallel-size", "2", "--transformer-impl", "transformer_engine")
     run = launch(2, toy_gpt(*flags, "--train-iters", "1", "--lr-warmup-iters", "0")).check()
     assert len(run.losses) == 1

@@ -78,7 +78,7 @@ def interface() -> str:
 
 @pytest.mark.ranks
 def test_public_interface_is_the_recorded_one() -> None:
-    """A name, an argument, a default or a flag that changes breaks somebody's script."""
+    """Names, arguments, defaults and flags are the recorded ones."""
     # On a rank: it has imported megatron, which takes ten seconds here.
     (found,) = run_ranks(1, interface).check().results
     recorded = RECORDED.read_text()

@@ -16,7 +16,7 @@ from megatron_muon.user_errors import SettingsError
 
 @pytest.mark.slow
 def test_refused_flags_end_with_one_text_on_rank_0():
-    """Two ranks printed 16,000 characters: three tracebacks around the one sentence to read."""
+    """Refused flags end two ranks with one text and torchrun's summary."""
     flags = ("--ckpt-convert-format", "torch_dist", "--fp16", "--muon-fsdp-max-owners", "3")
     env = {"PYTHONWARNINGS": "ignore"}
     done = run_torchrun(2, str(PRETRAIN_GPT), *fsdp_toy_gpt("optim_grads_params", *flags), env=env)
@@ -61,7 +61,7 @@ def launch_raising(monkeypatch, tmp_path):
     "error", [SettingsError("x: wrong."), IncompatibleMegatronError(["torch: wrong."])]
 )
 def test_rank_0_says_the_error_of_the_user(launch_raising, capsys, error):
-    """And hands it to torchrun, which shows the file of the rank that failed first."""
+    """Rank 0 prints a user's error, and writes it for torchrun."""
     status, file = launch_raising(error, "0")
     assert status == 1
     assert capsys.readouterr().err == f"megatron_muon: {error}\n"
@@ -72,7 +72,7 @@ def test_rank_0_says_the_error_of_the_user(launch_raising, capsys, error):
 
 
 def test_other_ranks_speak_only_where_nobody_reads_their_file(launch_raising, capsys):
-    """Under srun, say: a package that is missing on one node alone would go without a word."""
+    """Other ranks print a user's error only where no launcher reads their file."""
     error = SettingsError("x: wrong.")
     status, file = launch_raising(error, "1")
     assert status == 1 and capsys.readouterr().err == ""
@@ -83,7 +83,7 @@ def test_other_ranks_speak_only_where_nobody_reads_their_file(launch_raising, ca
 
 @pytest.mark.parametrize("error", [ValueError("ours"), RuntimeError("ranks"), KeyError("k")])
 def test_crash_keeps_its_traceback(launch_raising, capsys, error):
-    """Whatever is no UserError is for those who read code."""
+    """Errors other than UserError keep their traceback."""
     with pytest.raises(type(error)) as caught:
         launch_raising(error, "0")
     assert caught.value is error

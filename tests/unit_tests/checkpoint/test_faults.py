@@ -41,10 +41,7 @@ NUM_KILLS = int(os.environ.get("MEGATRON_MUON_TEST_KILLS", "4"))
 
 @pytest.mark.slow
 def test_save_killed_at_random_moments_leaves_a_checkpoint(tmp_path):
-    """SIGKILL of either rank: the tracker points to a sound checkpoint, and it loads.
-
-    The survivor ends by itself, with an error.
-    """
+    """After a SIGKILL of either rank in a save, the tracker points to a checkpoint that loads."""
     rng = random.Random(4)
     seen = []
     for attempt in range(NUM_KILLS):
@@ -107,10 +104,7 @@ def _after_enable(break_it) -> None:
 
 @pytest.mark.slow
 def test_iteration_that_is_saved_again_survives_a_kill(tmp_path):
-    """The only checkpoint is saved again, as at the end of a complete run, and the save is killed.
-
-    Upstream overwrites its files one by one, and truncates the tracker before it writes it.
-    """
+    """The only checkpoint survives a kill while it is saved again, as upstream's does not."""
     short = [*FLAGS, "--train-iters", "4", "--lr-decay-iters", "20"]
     flags = fsdp_toy_gpt(ZERO[3], *short, "--save", str(tmp_path), "--load", str(tmp_path))
     launch(2, flags).check()
@@ -138,7 +132,7 @@ def _save_alone(folder: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_saves_of_others_are_left_alone(tmp_path):
-    """The writer of this package is torch's for everybody but Megatron's save of this format."""
+    """Saves that are not Megatron's of this format are written by torch's own writer."""
     names = ["__0_0.distcp", "__1_0.distcp"]
     assert run_ranks(2, _save_alone, str(tmp_path)).check().results == [names, names]
 
@@ -199,10 +193,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("owner", "name", "call_number", "action", "code"), FAULTS)
 def test_rank_that_fails_ends_the_job(owner, name, call_number, action, code, tmp_path):
-    """Without torchrun's help: the other rank notices that its peer is gone.
-
-    It does not wait for Megatron's timeout of ten minutes: nobody here does.
-    """
+    """The other rank ends at once when its peer is gone, not after Megatron's ten minutes."""
     flags = fsdp_toy_gpt(ZERO[3], *FLAGS, "--save", str(tmp_path))
     run = launch(2, flags, before=functools.partial(_at, owner, name, call_number, action))
     assert run.exit_codes == [1, code]
@@ -223,10 +214,7 @@ def _stop_in_the_gather(seconds: int) -> None:
 
 @pytest.mark.slow
 def test_rank_that_stands_still_ends_the_job_after_the_timeout():
-    """Groups of the exchange wait as long as --distributed-timeout-minutes says, not half an hour.
-
-    The rank that is stopped is left to the launcher (here the harness kills it).
-    """
+    """Groups of the exchange wait as long as --distributed-timeout-minutes says."""
     flags = fsdp_toy_gpt(ZERO[3], *FLAGS)
     run = launch(2, flags, before=functools.partial(_stop_in_the_gather, 5), ends_with=0)
     assert run.exit_codes == [1, -signal.SIGKILL]
@@ -250,7 +238,7 @@ runpy.run_path({str(PRETRAIN_GPT)!r}, run_name="__main__")
 
 @pytest.mark.slow
 def test_torchrun_ends_with_the_traceback_of_the_first_error(tmp_path):
-    """The summary at the end shows the rank that failed first, and its error, not its victims'."""
+    """The summary of torchrun shows the rank that failed first, with its error."""
     script = tmp_path / "script.py"
     script.write_text(FAILING_SCRIPT)
     done = run_torchrun(2, str(script), *fsdp_toy_gpt(ZERO[3], *FLAGS))
@@ -273,7 +261,7 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 )
 @pytest.mark.slow
 def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
-    """Gated layers: upstream knows Adam's state, in bf16, sharded."""
+    """Saves of gated layers fail without the repairs of states, dtypes and plain tensors."""
     arguments = [*flags, *SCHEDULE, "--save", str(tmp_path), "--exit-interval", str(SAVED_AT)]
     run = launch(
         2, fsdp_toy_gpt(sharding, *arguments), before=functools.partial(without, attribute)
@@ -284,7 +272,7 @@ def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
 
 @pytest.mark.slow
 def test_adam_with_empty_shards_saves(tmp_path):
-    """Without the repair, ranks come with different sets of tensors to collectives over them."""
+    """Ranks with empty shards join the collectives of a save with the same set of tensors."""
     flags = [*EP, *BF16, *SCHEDULE, "--exit-interval", str(SAVED_AT), "--optimizer", "adam"]
     launch(4, fsdp_toy_gpt(ZERO[3], *flags, "--save", str(tmp_path))).check()
     assert (tmp_path / f"iter_{SAVED_AT:07d}" / ".metadata").exists()
@@ -312,7 +300,7 @@ def _split_latent_attention() -> list[Any]:
 
 
 def test_every_state_of_fused_latent_attention_is_split():
-    """Later releases have the handler; it would miss Adam's states and fail."""
+    """All states are split by a handler of later releases, which knows Adam's alone."""
     kinds = ["step", "momentum_buffer"]
     parts = {QKV.replace("_qkv", part): kinds for part in ("_q", "_kv")}
     assert run_ranks(2, _split_latent_attention).check().results == [[parts, 1]] * 2

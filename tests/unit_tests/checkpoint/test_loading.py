@@ -158,11 +158,7 @@ def _forbid(*args: object) -> None:
 
 
 def test_damaged_checkpoint_is_refused_before_anything_is_loaded(muon, tmp_path):
-    """By all ranks, naming the file, also where one rank alone reads the damaged one.
-
-    Upstream ends with status 0 for an empty tracker, and trains from random weights without one or
-    from the folder of one checkpoint.
-    """
+    """All ranks refuse a damaged checkpoint by the name of its file, where upstream trains on."""
     folders, steps = {}, {}
     for name, (place, damage, has_step, _) in DAMAGES.items():
         folder = _copy(muon[1], tmp_path / name)
@@ -191,7 +187,7 @@ def plain_losses(muon) -> list[float]:
 
 @pytest.mark.slow
 def test_arguments_come_from_the_checkpoint(muon, plain_losses):
-    """--use-checkpoint-args reads it before there is a process group."""
+    """--use-checkpoint-args reads the checkpoint before there is a process group."""
     run = _load(muon[1], "--use-checkpoint-args").check()
     assert run.losses == plain_losses
     gone = launch(
@@ -245,10 +241,7 @@ def test_checkpoint_that_does_not_fit_is_refused(
 
 @pytest.mark.slow
 def test_weights_alone_load_with_every_bit(muon, tmp_path):
-    """bf16: main weights stay those of the checkpoint, and momentum starts at zero, which is said.
-
-    Upstream raises NotImplementedError here.
-    """
+    """Main weights of bf16 load without state, and a message says that momentum starts at zero."""
     flags = (*BF16, "--no-load-optim", *ONE_MORE)
     run = resumed_run(2, muon[1], tmp_path / "b", Z3, *flags).check()
     assert "loading weights without optimizer state" in run.outputs[0]
@@ -265,7 +258,7 @@ def test_weights_alone_load_with_every_bit(muon, tmp_path):
 )
 @pytest.mark.slow
 def test_weights_of_others_start_a_muon_run(saved_by, flag, first, saved_with):
-    """From another optimizer's checkpoint, or one without state; --finetune begins anew."""
+    """Weights of another optimizer, or saved without state, start a run of Muon."""
     run = _load(saved_with(*saved_by), flag).check()
     assert "momentum starts at zero" in run.outputs[0]
     assert [record["iteration"] for record in run.history] == list(range(first, NEXT + 1))
@@ -273,7 +266,7 @@ def test_weights_of_others_start_a_muon_run(saved_by, flag, first, saved_with):
 
 @pytest.mark.slow
 def test_load_of_an_empty_folder_is_a_fresh_run(muon, tmp_path):
-    """Upstream takes a dummy step then, which decays weights; here losses are the fresh run's."""
+    """A run that finds no checkpoint is a fresh one, without upstream's dummy step."""
     fresh = fsdp_toy_gpt(Z3, *TRAIN, "--exit-interval", "3")
     empty = ("--load", str(tmp_path))
     assert launch(2, [*fresh, *empty]).check().losses == muon[0].losses[:3]
@@ -283,7 +276,7 @@ def test_load_of_an_empty_folder_is_a_fresh_run(muon, tmp_path):
 
 @pytest.mark.slow
 def test_pretrained_checkpoint_loads_without_load(muon):
-    """Upstream joins a path with None."""
+    """--pretrained-checkpoint works without --load, where upstream joins a path with None."""
     flags = [*TRAIN, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
     run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
     # Weights of the last iteration, on the data of the first.
@@ -298,7 +291,7 @@ def _learning_rate(run: Run) -> float:
 
 @pytest.mark.slow
 def test_schedule_flags_choose_between_run_and_checkpoint(muon, plain_losses):
-    """--override-opt_param-scheduler takes this run's --lr, --use-checkpoint-... the saved one."""
+    """The flags of the schedule choose between this run's --lr and the saved one."""
     other = ("--lr", "1e-3")
     kept = _load(muon[1], *other, "--use-checkpoint-opt_param-scheduler").check()
     assert kept.losses == plain_losses
@@ -388,7 +381,7 @@ def _named_differences() -> dict[str, str]:
 
 
 def test_differences_are_named():
-    """Shapes, layers that are missing or would be dropped, and states of other optimizers."""
+    """Differences of shapes, layers and states between run and checkpoint are named."""
     # On a rank, which has imported megatron.
     (named,) = run_ranks(1, _named_differences).check().results
     for case, (_, texts) in DIFFERENCES.items():

@@ -107,14 +107,14 @@ SAME_WORLD = [
 
 @pytest.mark.parametrize(("world_size", "zero", "flags"), SAME_WORLD)
 def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, saved, tmp_path):
-    """Losses, parameters and state of the iterations after, on every rank, bit for bit."""
+    """A resumed run has the losses, parameters and state of the first run, bit for bit."""
     first, folder = saved(world_size, zero, *flags)
     assert_resumes(first, folder, tmp_path / "resumed", world_size, ZERO[zero], *flags)
 
 
 @pytest.mark.slow
 def test_adam_with_stages_resumes(tmp_path):
-    """Upstream's names count layers by stage, so two stages would save under one name."""
+    """Layers of two stages are saved under different names, where upstream's are the same."""
     run = (2, tmp_path / "saved", ZERO[3], *PP, "--optimizer", "adam")
     first = saved_run(*run)
     resumed = resumed_run(*run[:2], tmp_path / "resumed", *run[2:]).check()
@@ -184,7 +184,7 @@ REFUSED = [
 def test_state_bound_to_a_number_of_ranks_is_refused_on_another(
     before, after, texts, saved, tmp_path
 ):
-    """Moments of tensor-parallel blocks, and tied embeddings of stages: by name, on all ranks."""
+    """All ranks refuse by name a state that fits one number of tensor ranks or stages alone."""
     (_, folder), (world_size, zero, flags) = saved(*before[:2], *before[2]), after
     run = resumed_run(world_size, folder, tmp_path / "resumed", ZERO[zero], *flags)
     assert run.exit_codes == [1] * world_size

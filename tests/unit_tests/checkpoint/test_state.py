@@ -62,11 +62,7 @@ def _steps(optimizer: Any) -> list[float]:
     ],
 )
 def test_plain_dcp_saves_and_loads_the_state_dict_on_other_ranks(saved, loaded, tmp_path):
-    """Without Megatron's preparation, which records the rows of DTensors anew before each save.
-
-    Torch would take the rows of a state without a record for even shards, and say nothing. Steps
-    count on every rank, those without rows of a parameter included: one rank's is what is saved.
-    """
+    """Plain DCP saves uneven rows, and step counts of empty shards, for other ranks."""
     folder = str(tmp_path / "checkpoint")
     first = run_ranks(saved[0], _save, folder, saved[1]).check()
     second = run_ranks(loaded[0], _load, folder, loaded[1]).check()
@@ -106,5 +102,5 @@ def _load_what_does_not_fit() -> None:
 
 
 def test_state_that_does_not_fit_is_refused_on_all_ranks():
-    """Wrong on rank 1 alone: nothing is loaded. What fits is copied into what is there."""
+    """A state that is wrong on one rank is loaded on none; one that fits is copied in place."""
     run_ranks(2, _load_what_does_not_fit).check()

@@ -90,19 +90,19 @@ def _train_both():
 
 @pytest.mark.ranks
 def test_calls_of_trainers_step_as_from_model():
-    """Trainers that name an optimizer pass no names, and no model: they got Muon for vectors."""
+    """Calls that pass neither names nor a model choose as from_model, and not Muon for vectors."""
     run_ranks(2, _train_both).check()
 
 
 def test_it_is_a_class_of_optimizers():
-    """Hydra's get_class, by which NeMo-RL finds its optimizer, and the Trainer refuse functions."""
+    """It is a class, since Hydra's get_class and the Trainer refuse functions."""
     assert isinstance(from_parameters, type)
     assert issubclass(from_parameters, torch.optim.Optimizer)
     assert type(from_parameters(mixed_model().parameters())) is MuonAdamW
 
 
 def test_groups_keep_their_options():
-    """The Trainer of transformers and many others have a group without weight decay."""
+    """Groups of a trainer keep their options, such as no weight decay."""
     model = mixed_model()
     plain = [model.norm.weight, model.up.bias, model.down.weight]
     decayed = [param for param in model.parameters() if all(param is not each for each in plain)]
@@ -120,7 +120,7 @@ def test_groups_keep_their_options():
 
 
 def test_parts_of_a_model_have_the_names_of_all_of_it():
-    """A matrix of a tower of its own, ``head``, would be a matrix by the names of that tower."""
+    """Parameters of one tower are chosen by their names in the whole model."""
     model = nn.ModuleDict({"head": nn.Sequential(nn.Linear(4, 4)), "body": mixed_model()})
     # A loss may have the weight of a head, under another name.
     loss = nn.ParameterDict({"weight_proj": model["head"][0].weight})
@@ -145,7 +145,7 @@ class _Holder(nn.Module):
 
 
 def test_modules_are_found_whatever_else_there_is():
-    """Modules under construction, deleted ones, and generators of other modules."""
+    """The model is found beside modules under construction, deleted ones and generators."""
     model = mixed_model()
     expected = [each[:2] for each in _routes(MuonAdamW.from_model(model)).values()]
     wrapper = nn.ModuleDict({"router": model})
@@ -156,7 +156,7 @@ def test_modules_are_found_whatever_else_there_is():
 
 
 def test_parts_of_a_pipeline_have_one_optimizer():
-    """A rank may have several parts of a model, and lists the parameters of all of them."""
+    """Parameters of several parts of a model have one optimizer."""
     parts = [mixed_model() for _ in range(2)]
     optimizer = from_parameters(param for part in parts for param in part.parameters())
     routes = _routes(optimizer)
@@ -199,14 +199,14 @@ def _of_before_sharding(model):
     ids=["no module", "other parameters", "shared", "bare layer", "frozen", "none", "twice"],
 )  # fmt: skip
 def test_uncertain_parameters_are_refused(make, message):
-    """Muon for all matrices would step embeddings and heads too, with a warning."""
+    """Parameters whose modules are uncertain are refused instead of given to Muon."""
     params, _kept = make(mixed_model())
     with pytest.raises(ValueError, match=message):
         from_parameters(params)
 
 
 def test_unknown_arguments_are_refused_by_name():
-    """Configurations have the arguments of their AdamW."""
+    """Arguments that only another AdamW has are refused by name."""
     model = mixed_model()
     with pytest.raises(TypeError, match=re.escape("['amsgrad']")):
         from_parameters(model.parameters(), lr=0.1, amsgrad=True)

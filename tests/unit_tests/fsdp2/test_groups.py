@@ -51,7 +51,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def test_parameters_are_sorted_by_name_shape_and_module(caplog):
-    """Matrices go to Muon; a line of each kind says why, at a level that is shown by default."""
+    """Matrices go to Muon, and a line of each kind says why."""
     with caplog.at_level(logging.WARNING, logger="megatron_muon"):
         groups = parameter_groups(mixed_model(), elementwise_options={"lr": 0.5})
     names = {group["algorithm"]: group["param_names"] for group in groups}
@@ -66,7 +66,7 @@ def test_parameters_are_sorted_by_name_shape_and_module(caplog):
 
 
 def test_convolutions_go_to_muon_where_that_is_asked_for():
-    """In a group of their own, as matrices of output channels."""
+    """flatten=True gives convolutions to Muon, in a group of their own."""
     groups = parameter_groups(mixed_model(), flatten=True, elementwise_names=[r"^up\."])
     of_muon = [group for group in groups if group["algorithm"] == "muon"]
     assert [(g["param_names"], g.get("flatten", False)) for g in of_muon] == [
@@ -76,7 +76,7 @@ def test_convolutions_go_to_muon_where_that_is_asked_for():
 
 
 def test_names_of_real_models_are_sorted_rightly():
-    """Of Hugging Face, torchtitan and GPT-2."""
+    """Parameters named as in Hugging Face, torchtitan and GPT-2 are sorted by their role."""
     matrices = ["layers.0.mlp.gate_proj.weight", "attention.output.dense.weight", "h.0.c.weight",
                 "layers.0.output.weight", "layers.2.mlp.gate.weight", "layers.2.mlp.up.weight",
                 "embedder.layers.0.attention.q.weight",
@@ -100,7 +100,7 @@ def test_names_of_real_models_are_sorted_rightly():
 @pytest.mark.parametrize("is_head_first", [False, True])
 @pytest.mark.parametrize("names", [("shared", "out"), ("tok", "lm_head")])
 def test_shared_embedding_is_stepped_by_adamw(names, is_head_first):
-    """Muon got the embedding of T5, BART and GPT-2, whose head was registered later."""
+    """A head that shares the weight of an embedding goes to AdamW in any order."""
     embedding, head = nn.Embedding(24, 8), linear(8, 24)
     head.weight = embedding.weight
     children = list(zip(names, (embedding, head), strict=True))
@@ -110,7 +110,7 @@ def test_shared_embedding_is_stepped_by_adamw(names, is_head_first):
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "net.", "module._orig_mod."])
 def test_output_layer_is_known_behind_a_prefix(prefix):
-    """Muon got it behind torch.compile's and DDP's; a pipeline stage has no embedding."""
+    """The output layer is known behind the prefixes of torch.compile and DDP."""
     block = modules(attention=modules(output=linear(8, 8)), output=linear(8, 8))
     model = modules(layers=nn.ModuleList([block]), output=linear(8, 24))
     for name in reversed(prefix.split(".")[:-1]):
@@ -119,7 +119,7 @@ def test_output_layer_is_known_behind_a_prefix(prefix):
 
 
 def test_head_is_known_by_the_rows_of_an_embedding():
-    """Unless a later layer takes its outputs, or it is in a block, or all sides are equal."""
+    """A last layer with as many rows as an embedding is a head, but not one in a block."""
     block = modules(up=linear(8, 24), down=linear(24, 8))
     model = modules(
         tok=nn.Embedding(24, 8),
@@ -138,7 +138,7 @@ def test_head_is_known_by_the_rows_of_an_embedding():
 
 
 def test_matrices_with_names_are_muons_with_a_warning(caplog):
-    """``MuonAdamW(model.named_parameters())`` gave Muon all of them silently."""
+    """Named matrices without algorithms go to Muon with a warning, not silently."""
     matrices = [torch.nn.Parameter(torch.ones(4, 3))]
     with caplog.at_level(logging.WARNING, logger="megatron_muon"):
         optimizer = MuonAdamW(iter([("up", matrices[0])]))
@@ -164,7 +164,7 @@ def test_matrices_with_names_are_muons_with_a_warning(caplog):
     ],
 )
 def test_parameters_without_algorithm_are_refused_at_construction(params, said):
-    """A trainer that passes them failed in the first step, or gave Muon embedding and head."""
+    """Parameters without names or algorithms are refused before the first step."""
     with pytest.raises(ValueError) as error:
         MuonAdamW(params(mixed_model()), lr=0.1, betas=(0.9, 0.95))
     for text in (said, "MuonAdamW.from_model(model, ...)", "megatron_muon.fsdp2.from_parameters"):
@@ -172,7 +172,7 @@ def test_parameters_without_algorithm_are_refused_at_construction(params, said):
 
 
 def test_tensors_that_are_no_matrices_are_stepped_by_adamw(caplog):
-    """Muon got decay rates, mixing factors, tokens, position tables and depthwise filters."""
+    """Decay rates, mixing factors, tokens, tables and depthwise filters go to AdamW."""
     model = modules(
         A_log=(64, 8),
         time_mix_key=(1, 1, 32),
@@ -204,7 +204,7 @@ def test_tensors_that_are_no_matrices_are_stepped_by_adamw(caplog):
 
 
 def test_use_muon_of_a_parameter_or_its_module_decides():
-    """As under Megatron; fully_shard keeps the attribute of a module, not that of a parameter."""
+    """The attribute use_muon of a parameter or its module decides, as under Megatron."""
     model = modules(lm_head=linear(8, 24), body=linear(8, 8), other=linear(8, 8))
     model.lm_head.weight.use_muon = True
     model.body.weight.use_muon = False
@@ -213,7 +213,7 @@ def test_use_muon_of_a_parameter_or_its_module_decides():
 
 
 def test_adapters_are_stepped_by_adamw_unless_asked_for():
-    """Of LoRA, as peft and torchtune name them; the matrix that they adapt is frozen."""
+    """Matrices of LoRA, as peft and torchtune name them, go to AdamW unless asked for."""
     peft = modules(base_layer=linear(8, 6))
     peft.base_layer.requires_grad_(False)
     peft.lora_A = nn.ModuleDict({"default": linear(8, 2)})
@@ -227,7 +227,7 @@ def test_adapters_are_stepped_by_adamw_unless_asked_for():
 
 
 def test_gate_is_a_router_only_beside_experts():
-    """A third of a dense SwiGLU went to AdamW where it was called gate."""
+    """The gate of a dense SwiGLU goes to Muon, and a router to AdamW."""
     swiglu = modules(gate=linear(8, 6), up=linear(8, 6), down=linear(6, 8))
     moe = modules(gate=linear(8, 4), experts=nn.ModuleList([swiglu]), shared_experts=swiglu)
     counted = modules(gate=modules(wg=linear(8, 4)))
@@ -237,7 +237,7 @@ def test_gate_is_a_router_only_beside_experts():
 
 
 def test_experts_without_a_gate_are_stored_as_their_module_says():
-    """test_architectures.py has fused gates of experts and of dense layers."""
+    """Experts without a gate are transposed where their module says so."""
     experts = modules(up_proj=(4, 5, 6), down_proj=(4, 6, 5))
     experts.is_transposed = True
     assert layouts(modules(experts=experts)) == {
@@ -275,7 +275,7 @@ def attention(key: str, outputs: int, inputs: int = 8, **attributes: Any) -> nn.
     ],
 )
 def test_attention_is_split_where_its_module_says_the_sizes(layer, sizes, caplog):
-    """Otherwise a warning names it; names alone say no order.
+    """Fused attention is split by the sizes of its module, and otherwise named in a warning.
 
     test_architectures.py has Phi-3, CodeGen, GPT-NeoX, BLOOM, and one group for all heads.
     """
@@ -298,7 +298,7 @@ def test_attention_is_split_where_its_module_says_the_sizes(layer, sizes, caplog
     ],
 )
 def test_warning_of_a_fused_name_has_the_form_of_splits(key, sizes, caplog):
-    """Gate and up of such names were one matrix without a word, and splits had no example."""
+    """The warning of a fused matrix shows the ``splits`` that would split it."""
     model = modules(mlp=modules(**{key: linear(8, 64)}), norm=modules(w2=linear(8, 8)))
     with caplog.at_level(logging.WARNING, logger="megatron_muon"):
         parameter_groups(model)
@@ -309,7 +309,7 @@ def test_warning_of_a_fused_name_has_the_form_of_splits(key, sizes, caplog):
 
 
 def test_gate_and_up_beside_down_are_split():
-    """The shape of the down projection says that two matrices are stacked."""
+    """The shape of the down projection tells that gate and up are stacked."""
     experts = modules(w13=(4, 12, 8), w2=(4, 8, 6))
     model = modules(experts=experts, mlp=modules(w13=linear(8, 12), w2=linear(6, 8)))
     assert {name: sizes for name, (sizes, _) in layouts(model).items()} == {
@@ -321,7 +321,7 @@ def test_gate_and_up_beside_down_are_split():
 
 
 def test_complex_matrices_are_stepped_by_adamw():
-    """Newton-Schulz refused them at the first step."""
+    """Complex matrices go to AdamW, since Newton-Schulz refuses them."""
     model = modules(up=nn.Linear(4, 6, bias=False, dtype=torch.complex64), down=linear(6, 4))
     assert of_adamw(model) == {"up.weight"}
     theirs = copy.deepcopy(model)
@@ -335,7 +335,7 @@ def test_complex_matrices_are_stepped_by_adamw():
 
 
 def test_stacked_gates_and_experts_are_split_into_matrices():
-    """An LSTM's four gates, a GRU's three, and experts one below the other, as in DBRX."""
+    """Gates of LSTM and GRU, and stacked experts as in DBRX, are split."""
     experts = modules(w1=(4 * 6, 8), v1=(4 * 6, 8), w2=(4 * 6, 8))
     experts.moe_num_experts = 4
     model = modules(a=nn.LSTM(8, 6, bias=False), b=nn.GRUCell(8, 6, bias=False), c=nn.RNN(8, 6))
@@ -364,7 +364,7 @@ def test_stacked_gates_and_experts_are_split_into_matrices():
 
 
 def test_wrappers_of_one_layer_hide_nothing():
-    """The layers beside it say what it is: a compiled gate, a fused layer that is checkpointed."""
+    """A compiled or checkpointed layer is chosen by the layers beside it."""
     moe = modules(experts=nn.ModuleList([linear(8, 8)]))
     moe.gate = modules(_orig_mod=linear(8, 4))
     mlp = modules(
@@ -377,7 +377,7 @@ def test_wrappers_of_one_layer_hide_nothing():
 
 
 def test_splits_of_the_user_come_first():
-    """Sizes by pattern; None keeps a matrix whole."""
+    """Sizes by pattern come before rules, and None keeps a matrix whole."""
     model = modules(
         attention=nn.MultiheadAttention(8, 2, bias=False),
         first=attention("qkv_proj", 20),
@@ -393,7 +393,7 @@ def test_splits_of_the_user_come_first():
 
 
 def test_what_was_chosen_is_shown():
-    """A line for each parameter, with the reason."""
+    """The summary has a line for each parameter, with the reason."""
     model = modules(embed=nn.Embedding(24, 8), attention=nn.MultiheadAttention(8, 2, bias=False))
     first, _, last = MuonAdamW.from_model(model, lr=0.1).summary().splitlines()
     assert first.split() == "attention.in_proj_weight (24, 8) muon split_sizes 3 linear".split()

@@ -254,27 +254,21 @@ def found_by_rank(size: int, name: str) -> list[Found]:
     ],
 )
 def test_step_is_that_of_whole_matrices(size, name):
-    """Equal bits of parameters and momentum, for both dtypes of messages and both precisions.
-
-    Rows of AS_TWO: one optimizer also has the bits of Muon and torch's AdamW.
-    """
+    """Parameters and momentum have the bits of whole matrices, in one optimizer and in two."""
     for rank, found in enumerate(found_by_rank(size, name)):
         assert found.different == [], f"rank {rank}"
 
 
 @pytest.mark.cpu_only
 def test_replicas_orthogonalize_each_matrix_once():
-    """Of plain tensors each matrix has one owner."""
+    """Each plain tensor on replicas has one owner."""
     for found in found_by_rank(4, "plain_replicas_of_blocks"):
         assert len(found.owners) == 6 and all(len(ranks) == 1 for ranks in found.owners)
 
 
 @pytest.mark.megatron
 def test_tensor_parallel_replicas_are_orthogonalized_once():
-    """Each tensor-parallel rank planned its copy alone: on a GPU copies could drift apart.
-
-    Version 1 leaves tensor parallelism out of the mesh of such a parameter.
-    """
+    """Copies on tensor-parallel ranks are one matrix of one plan, and cannot drift apart."""
     holders = [found.holders["weight.2"] for found in found_by_rank(4, COPIES)]
     of_copies = {rank for ranks in holders for rank in ranks}
     # Those of the other tensor-parallel rank too.
@@ -284,13 +278,13 @@ def test_tensor_parallel_replicas_are_orthogonalized_once():
 
 @pytest.mark.megatron
 def test_instances_without_shards_are_replicas():
-    """ZeRO-0 with two instances of the optimizer: every rank holds all rows."""
+    """Every rank holds all rows under ZeRO-0 with two instances of the optimizer."""
     for found in found_by_rank(4, NO_SHARDS):
         assert all(ranks == [0, 1, 2, 3] for ranks in found.holders.values())
 
 
 def test_axes_that_deal_out_whole_matrices_need_no_exchange():
-    """Plans stay small where experts are many, and no group is made that is there already."""
+    """Axes that assign whole experts join no domain, and existing groups are used again."""
     expected = [
         [1, 2, True],  # two of eight experts on each rank
         [2, 3, True],  # three of six on two ranks

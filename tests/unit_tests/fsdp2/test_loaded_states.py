@@ -133,10 +133,7 @@ def _load_moved(form: str, to_muon: bool) -> None:
 
 @pytest.mark.parametrize("to_muon", [True, False])
 def test_state_of_another_algorithm_is_refused_or_left_out(to_muon):
-    """A matrix had moved between Muon and AdamW: zip(), AttributeError, or KeyError in a step.
-
-    Positions say nothing in a plain state, where groups have other sizes: names do.
-    """
+    """State of a matrix that moved between Muon and AdamW is refused, or fresh where asked for."""
     _load_moved("plain", to_muon)
 
 
@@ -147,7 +144,7 @@ def _two(names: Sequence[str], lr: float = 0.1) -> tuple[dict[str, Any], MuonAda
 
 
 def test_plain_state_is_loaded_by_name():
-    """Two matrices of one shape had changed places, and got each other's momentum in silence."""
+    """A plain state is loaded by names, so that matrices of one shape do not change places."""
     (params, saved), (others, loaded) = _two("ab"), _two("ba", lr=0.5)
     for name in "ab":
         params[name].grad = torch.randn(4, 4)
@@ -162,7 +159,7 @@ def test_plain_state_is_loaded_by_name():
 
 @pytest.mark.parametrize("names", [True, False])
 def test_state_of_adamw_is_refused_by_its_keys(names):
-    """The advice was to make the call that had been made."""
+    """State of torch's AdamW is refused with advice that helps."""
     params = {name: torch.nn.Parameter(torch.randn(4, 4)) for name in "ab"}
     given = list(params.items()) if names else list(params.values())
     adamw = torch.optim.AdamW(given)
@@ -178,7 +175,7 @@ def test_state_of_adamw_is_refused_by_its_keys(names):
 
 
 def test_group_whose_parameters_were_in_several_is_refused():
-    """Torch leaves out its values: the next step ended with a KeyError of lr."""
+    """Settings of a group are not lost where its parameters were in several groups."""
     _, loaded = _two("ab", lr=0.5)
     nested = {
         "state": {name: {"momentum_buffer": torch.ones(4, 4)} for name in "ab"},
@@ -194,7 +191,7 @@ def test_group_whose_parameters_were_in_several_is_refused():
 
 
 def test_groups_without_state_are_not_taken_from_another_model():
-    """Of a state without tensors, groups whose names are others were left out without a word."""
+    """Groups with other names are refused even in a state without tensors."""
     (_, saved), (_, loaded) = _two("ab"), _two("ab", lr=0.5)
     state = saved.state_dict()
     state["param_groups"][0]["param_names"] = ["a", "c"]
@@ -203,7 +200,7 @@ def test_groups_without_state_are_not_taken_from_another_model():
 
 
 def test_state_of_another_method_is_refused():
-    """Momentum alone is not the state of normuon, unless fresh state is asked for."""
+    """State without the second moments of a method is refused, unless fresh state is asked for."""
     plain, ours, namo = (
         Muon([torch.nn.Parameter(drawn((3, 4), 0))], adaptive=each)
         for each in (None, "normuon", "namo")
@@ -221,7 +218,7 @@ def test_state_of_another_method_is_refused():
 
 
 def test_splits_of_this_run_win_over_those_of_the_checkpoint():
-    """They decide the plan; what a checkpoint says otherwise is warned of."""
+    """Splits of this run stay, with a warning, since they decide the plan."""
     param = torch.nn.Parameter(torch.ones(4, 4))
     saved = Muon([{"params": [param], "split_sizes": 2, "transposed": True}]).state_dict()
     other = Muon([{"params": [param], "split_sizes": (1, 3)}])
@@ -326,9 +323,5 @@ def _load_on_two_ranks() -> None:
 
 @pytest.mark.ranks
 def test_loads_on_two_ranks():
-    """Of moved matrices; of states that are wrong on rank 1, where nothing changes on any rank.
-
-    Rank 1 raised alone, and rank 0 waited, or both kept half of the refused state. A rank without
-    parameters had no state to load, planned nothing, and the others waited.
-    """
+    """A load that is wrong on one rank changes nothing on any; idle ranks take part."""
     run_ranks(2, _load_on_two_ranks).check()

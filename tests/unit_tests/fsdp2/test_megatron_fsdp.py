@@ -133,9 +133,6 @@ def _on_two_ranks(folder: str) -> None:
 
 
 def test_state_of_hfsdp_loads_on_other_ranks(tmp_path):
-    """Through upstream's hooks of ``state_dict()``, which record chunks; on the bits of the run.
-
-    Four ranks also refuse a tensor made of shards, and step empty shards of AdamW.
-    """
+    """A checkpoint of HFSDP goes on with the bits of whole matrices in other layouts."""
     run_ranks(4, _on_four_ranks, str(tmp_path)).check()
     run_ranks(2, _on_two_ranks, str(tmp_path)).check()

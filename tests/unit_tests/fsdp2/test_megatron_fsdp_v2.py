@@ -253,10 +253,7 @@ def _run_all(folder: str) -> None:
 
 
 def test_steps_and_loads_are_those_of_whole_matrices(tmp_path):
-    """Through ``fully_shard_optimizer``; checkpoints with upstream's chunks and main's functions.
-
-    Four ranks save what all load. Two ranks refuse parameters and steps too.
-    """
+    """Steps and checkpoints of version 2 have the bits of whole matrices in every layout."""
     for num_ranks in (4, 3, 2):
         # main has more layouts.
         run_ranks(num_ranks, _run_all, str(tmp_path), timeout_s=600.0).check()

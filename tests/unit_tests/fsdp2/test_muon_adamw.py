@@ -32,7 +32,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_changes_momentum_and_betas(name):
-    """Torch looks for one of them in the defaults, and refused the optimizer, which has both."""
+    """Schedules that cycle momentum change momentum of Muon and betas of AdamW."""
     model = mixed_model()
     theirs = copy.deepcopy(model)
     matrix, others = model.up.weight, [model.norm.weight, model.embed.weight]
@@ -61,7 +61,7 @@ def test_schedule_changes_momentum_and_betas(name):
 
 
 def test_schedulers_copies_and_pickles_before_the_first_step():
-    """A trainer may copy an optimizer that it has not stepped; afterwards it has process groups."""
+    """An optimizer can be copied and pickled until it has process groups."""
     model = mixed_model()
     optimizer = MuonAdamW.from_model(model, lr=0.1)
     other = copy.deepcopy(model)
@@ -91,10 +91,7 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
 
 @pytest.mark.parametrize("elementwise", ["adamw", "lion"])
 def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
-    """They ran for inner optimizers too, before matrices were stepped.
-
-    And at the first step, for upstream's Muon, which this package compares itself with.
-    """
+    """Global hooks run once a step, and not for inner optimizers or probes."""
     model = mixed_model()
     optimizer = MuonAdamW.from_model(model, lr=0.1, elementwise=elementwise)
     before: list[Any] = []
@@ -122,7 +119,7 @@ def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
 
 
 def test_groups_may_be_added_until_the_first_step():
-    """They have the defaults of their algorithm."""
+    """Groups that are added before the first step have the defaults of their algorithm."""
     model = mixed_model()
     optimizer = MuonAdamW([{"params": [model.up.weight], "algorithm": "muon"}], lr=0.1)
     optimizer.add_param_group({"params": [model.norm.weight], "algorithm": "lion", "lr": 0.5})
@@ -155,7 +152,7 @@ def _compiled() -> None:
 
 @pytest.mark.ranks
 def test_step_may_be_compiled():
-    """The compiler traced the plan of the exchange, and failed at the first step."""
+    """A compiled step has the bits of an eager one, the first step included."""
     run_ranks(2, _compiled).check()
 
 
@@ -204,15 +201,12 @@ def _late() -> None:
 
 @pytest.mark.ranks
 def test_parameters_may_become_shards_before_the_first_step():
-    """As accelerate swaps them. The first step names those that cannot be stepped.
-
-    A change after that is an error on all ranks, and a vector is not given to AdamW in silence.
-    """
+    """Parameters may become shards until the first step, as under accelerate, and not later."""
     run_ranks(2, _late).check()
 
 
 def test_summary_numbers_parameters_as_errors_do():
-    """Each group had begun again at zero."""
+    """Parameters without names are numbered across groups, as in errors."""
     shapes = {"muon": (2, 2), "adamw": (3,)}
     groups = [
         {"params": [torch.nn.Parameter(torch.ones(shape))], "algorithm": name}

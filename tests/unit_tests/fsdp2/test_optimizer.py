@@ -54,7 +54,7 @@ BF16 = pytest.param(torch.bfloat16, marks=has_grad_dtype)
     ids=lambda settings: ",".join(settings) or "defaults",
 )
 def test_single_rank_steps_like_emerging_optimizers(settings, dtype, momentum_dtype):
-    """The bits of three steps; of gradients in bfloat16, and of momentum that is rounded once."""
+    """Three steps on one rank have the bits of emerging-optimizers for all settings and dtypes."""
     ours, theirs, muon, reference = _pair(momentum_dtype, **settings)
     if dtype == torch.bfloat16:
         ours.grad_dtype = dtype
@@ -75,7 +75,7 @@ def test_single_rank_steps_like_emerging_optimizers(settings, dtype, momentum_dt
 
 
 def test_closure_computes_gradients_and_its_loss_is_returned():
-    """It runs with gradients on, though the step does not."""
+    """A closure runs with gradients enabled, and the step returns its loss."""
     ours, theirs, muon, reference = _pair()
 
     def closure() -> Any:
@@ -91,7 +91,7 @@ def test_closure_computes_gradients_and_its_loss_is_returned():
 
 
 def test_schedulers_and_clipping_work_as_with_any_optimizer():
-    """The learning rate is read in each step."""
+    """Schedulers and clipping act on the step, which reads the learning rate anew."""
     ours, theirs, muon, reference = _pair()
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (muon, reference)]
     for step in range(3):
@@ -109,7 +109,7 @@ def test_schedulers_and_clipping_work_as_with_any_optimizer():
 
 
 def test_groups_have_settings_of_their_own():
-    """Learning rate, weight decay and momentum of each group; splits beside whole matrices."""
+    """Each group has a learning rate, weight decay, momentum and splits of its own."""
     first, second = drawn((4, 6), 0), drawn((6, 3), 1)
     ours = [torch.nn.Parameter(value.clone()) for value in (first, second)]
     theirs = [torch.nn.Parameter(value.clone()) for value in (first, *second.split(2))]
@@ -158,7 +158,7 @@ def _step_without_gradients() -> None:
 
 @pytest.mark.ranks
 def test_parameter_that_nobody_has_a_gradient_of_stays():
-    """As in torch: no weight decay, no momentum; the others step as if it were not there."""
+    """A parameter without a gradient on any rank stays, as in torch, and so does its momentum."""
     run_ranks(2, _step_without_gradients).check()
 
 
@@ -199,10 +199,7 @@ def _stages_and_meshes() -> None:
 
 @pytest.mark.ranks
 def test_ranks_may_have_no_matrices_or_list_them_in_any_order():
-    """Torch calls step() on a rank without state as it saves: the others do not come to it.
-
-    Of two groups of the same ranks, one took the first mesh's, another the second's, and waited.
-    """
+    """Ranks without matrices, or with another order of meshes, do not keep others waiting."""
     run_ranks(4, _stages_and_meshes, timeout_s=60.0).check()
 
 
@@ -234,7 +231,7 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
 
 @pytest.mark.ranks
 def test_batch_takes_as_many_calls_as_one_matrix():
-    """Experts of a layer: 2, 8 or 32 of them, half of them on each rank."""
+    """A batch of 32 experts takes as many calls and host reads as one of 8."""
     for one, few, many in run_ranks(2, _operations, [2, 8, 32]).check().results:
         assert few == many
         assert many[1] == one[1] == 15

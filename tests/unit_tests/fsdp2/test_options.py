@@ -41,7 +41,7 @@ def orthogonal(stack: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, dtype):
-    """On CPU ranks the copies are to the same device; test_copy_back.py has streams."""
+    """Momentum in CPU memory has the bits of momentum on the device, also after a load."""
     options: Any = {"num_steps": 3, "nesterov": nesterov, "momentum_dtype": dtype}
     ours, (param,) = _stepped((6, 9), offload_momentum=True, **options)
     theirs, (other,) = _stepped((6, 9), **options)
@@ -55,7 +55,7 @@ def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, dtype):
 
 
 def test_memory_that_cannot_be_pinned_is_an_error():
-    """Of one rank, which all of them raise."""
+    """A rank whose CPU memory cannot be pinned raises an error that names the argument."""
     error = RuntimeError("CUDA error: out of memory\nmore")
     said = "offload_momentum: expected CPU memory that can be pinned, got CUDA error"
     with (
@@ -142,16 +142,12 @@ def _on_two_ranks(folder: str) -> None:
 
 @pytest.mark.ranks
 def test_parameters_in_bfloat16_or_cpu_memory_keep_their_bits(tmp_path):
-    """Through a checkpoint: as float32 copies, and with CPUOffloadPolicy.
-
-    The reference in float32 is emerging-optimizers' Muon, rounded; test_rows_in_cpu_memory.py has
-    what CPU ranks cannot show.
-    """
+    """Parameters in bfloat16 or CPU memory step with the bits of float32, through a checkpoint."""
     run_ranks(2, _on_two_ranks, str(tmp_path)).check()
 
 
 def test_own_function_sees_stacks_of_whole_matrices():
-    """It replaces Newton-Schulz; scale and update stay."""
+    """A user's function replaces Newton-Schulz on stacks, before scale and update."""
     seen = []
 
     def orthogonalize(stack: Any) -> Any:
@@ -170,7 +166,7 @@ def test_own_function_sees_stacks_of_whole_matrices():
 
 
 def test_own_method_is_called_with_results_and_its_state():
-    """The example of docs/optimizers.md, beside Muon without a method.
+    """The method of docs/optimizers.md is called with results and keeps its state.
 
     The gradient is the same in both steps, so results are too: the mean square of a row is averaged
     to 0.05 of it, and then to 0.0975. Newton-Schulz of a multiple in float32 differs by 1e-6.
@@ -217,10 +213,7 @@ def _replace_storage(state: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize("method", [None, "normuon", "namo", "adamuon"])
 @pytest.mark.parametrize("offload", [_replace_tensor, _replace_storage])
 def test_state_that_was_offloaded_between_steps_is_followed(method, offload):
-    """Trainers of reinforcement learning replace tensors of states: second moments went stale.
-
-    With another storage in the same tensor, momentum did too.
-    """
+    """Tensors of a state that trainers replace between steps are the ones that the step uses."""
     found = []
     for is_offloaded in (False, True):
         params = [torch.nn.Parameter(drawn(shape, 0)) for shape in ((9, 4), (2, 3, 5))]
@@ -247,7 +240,7 @@ def test_state_that_was_offloaded_between_steps_is_followed(method, offload):
     ],
 )
 def test_results_are_scaled_as_the_mode_says(mode, factor):
-    """Of an orthogonal matrix, which Newton-Schulz by a function leaves as it is."""
+    """Results are scaled by the factor of each mode."""
     param = torch.nn.Parameter(torch.zeros(4, 9, device=device()))
     muon = Muon([param], lr=1.0, momentum=0.0, newton_schulz=torch.clone, scale_mode=mode)
     param.grad = torch.eye(4, 9, device=device())
@@ -257,7 +250,7 @@ def test_results_are_scaled_as_the_mode_says(mode, factor):
 
 
 def test_rows_that_are_left_are_a_block():
-    """By -1 at the end, as torch.reshape names what is left."""
+    """A last size of -1 takes the remaining rows."""
     (_, (ours,)), (_, (theirs,)) = (
         _stepped((10, 6), split_sizes=sizes) for sizes in ((3, 3, -1), (3, 3, 4))
     )
@@ -305,7 +298,7 @@ def _all_figures() -> list[list[Any]]:
 
 @pytest.mark.ranks
 def test_figures_are_those_of_whole_tensors():
-    """Rows that several ranks hold count once; ranks see the same figures."""
+    """Metrics count rows that several ranks hold once, and are equal on all ranks."""
     (first, *others) = run_ranks(4, _all_figures).check().results
     assert all(other == first for other in others)
     *newton_schulz, exact = first
@@ -321,7 +314,7 @@ def test_figures_are_those_of_whole_tensors():
 
 
 def test_phases_of_a_step_are_ranges_of_a_profile():
-    """By name; AdamW's among them."""
+    """Phases of a step, AdamW's among them, are named ranges of a profile."""
     matrix, vector = (torch.nn.Parameter(torch.ones(n, device=device())) for n in ((2, 3), (2,)))
     optimizer = MuonAdamW(
         [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}], lr=0.1

@@ -67,7 +67,7 @@ L2 = {"weight_decay_method": "l2"}
     ],
 )
 def test_invalid_arguments_are_refused(said, options):
-    """When the optimizer is built: MuonAdamW does not wait for its first step."""
+    """Invalid arguments are refused at construction, also by MuonAdamW, which plans later."""
     _assert_refused(said, lambda: Muon([_param(3, 4)], **options))
     with pytest.raises(ValueError) as error:
         MuonAdamW([("w", _param(3, 4))], **options)
@@ -102,7 +102,7 @@ def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
     ],
 )
 def test_calls_that_cannot_work_are_refused(said, call):
-    """On one rank. AdamW's arguments count where there is a group of AdamW."""
+    """Calls that cannot work are refused on one rank, by the name of their argument."""
     _assert_refused(said, lambda: call(mixed_model()))
     _muon_adamw(mixed_model(), betas=(2.0, 0.9))
 
@@ -129,7 +129,7 @@ IGNORED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("key", "value", "said"), IGNORED)
 def test_keys_that_no_step_reads_are_refused(key, value, said):
-    """Groups and loaded states set them in vain, and weights were 5e-2 off after three steps."""
+    """Keys of a group that no step reads are refused in groups and in loaded states."""
     for make in (Muon, MuonAdamW):
         group = {"params": [("w", _param(3, 4))], "algorithm": "muon", key: value}
         _assert_refused(said, lambda make=make, group=group: make([group]))
@@ -149,13 +149,13 @@ def test_keys_that_no_step_reads_are_refused(key, value, said):
     "key", ["nesterov", "momentum", "split_sizes", "beta", "algorithms", "num_heads"]
 )
 def test_keys_that_adamw_does_not_read_are_refused(key):
-    """Some are keys of Muon's groups; momentum was removed in silence."""
+    """Keys of Muon are refused in groups of AdamW instead of removed."""
     group = {"params": [_param(4)], "algorithm": "adamw", key: 0.5}
     _assert_refused(f"{key}: expected", lambda: MuonAdamW([group]))
 
 
 def test_keys_of_tools_have_no_effect():
-    """Schedules and trainers keep values of their own in groups; some contain accepted names."""
+    """Keys that schedules and trainers keep in groups are accepted and change nothing."""
     tools = {"initial_lr": 1.0, "max_momentum": 0.9, "lr_scale": 0.5, "name": "experts"}
     tools |= {"is_expert_parallel": True, "wd_mult": 1.0, "layer_id": 3, "swa_lr": 0.1}
     stepped = []
@@ -172,7 +172,7 @@ def test_keys_of_tools_have_no_effect():
 
 
 def test_layout_is_that_of_construction():
-    """It decides the plan, and was ignored when it was set later."""
+    """Splits that are set after construction are refused, since the plan is made."""
     param = _param(4, 4)
     param.grad = torch.ones_like(param)
     muon = Muon([param])
@@ -182,7 +182,7 @@ def test_layout_is_that_of_construction():
 
 @pytest.mark.parametrize("sizes", [(3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)])
 def test_blocks_that_do_not_add_up_are_refused(sizes):
-    """The last one may be what is left, which -1 says."""
+    """Sizes of blocks that do not add up are refused."""
     groups = [{"params": [_param(10, 6)], "split_sizes": sizes}]
     _assert_refused("split_sizes: expected", lambda: Muon(groups))
 
@@ -209,7 +209,7 @@ class WrongMethod:
     ],
 )
 def test_own_function_that_returns_something_else_is_refused(said, options):
-    """By its first result."""
+    """A user's function is refused by its first result of another type, shape or dtype."""
     param = _param(4, 6)
     param.grad = torch.ones_like(param)
     _assert_refused(said, Muon([param], **options).step)
@@ -217,7 +217,7 @@ def test_own_function_that_returns_something_else_is_refused(said, options):
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
 def test_gradients_in_float16_are_refused():
-    """They are scaled, or about to overflow."""
+    """Gradients in float16, which may be scaled, are refused."""
     param = _param(3, 4)
     param.grad_dtype = torch.float16
     param.grad = torch.ones(3, 4, dtype=torch.float16)
@@ -384,5 +384,5 @@ def _refuse() -> None:
 
 @pytest.mark.ranks
 def test_what_cannot_work_is_refused_on_all_ranks():
-    """Nobody hangs. test_step_faults.py has gradients that cannot be stepped with."""
+    """What one rank refuses all ranks refuse, so that nobody hangs."""
     run_ranks(2, _refuse, timeout_s=120.0).check()

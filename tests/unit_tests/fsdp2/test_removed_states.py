@@ -52,7 +52,7 @@ def _pop_of_matrices(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("reset", [_replace, _clear, _delete, _empty, _pop])
 def test_removed_state_is_fresh(reset):
-    """Momentum survived a new dictionary, and the step after ``clear()`` ended in a KeyError."""
+    """State that is removed in any way starts anew, as in the optimizers of others."""
     ours = small_model()
     theirs = copy.deepcopy(ours)
     optimizer = MuonAdamW.from_model(ours, **OPTIONS)
@@ -77,7 +77,7 @@ def test_removed_state_is_fresh(reset):
 
 @pytest.mark.parametrize("method", ["normuon", "namo", "adamuon"])
 def test_removed_second_moments_are_zero(method):
-    """Those of the engine outlived the state that shows them."""
+    """Second moments start at zero after their state is removed."""
     shapes = [(6, 4), (4, 9)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     settings = {"weight_decay_method": "decoupled", "beta2": 0.9, "eps": 1e-8}
@@ -106,7 +106,7 @@ def test_removed_second_moments_are_zero(method):
 @pytest.mark.parametrize("reset", [_replace, _clear, _delete, _pop_of_matrices])
 @pytest.mark.parametrize("make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)])
 def test_state_is_loaded_after_it_was_removed(make, reset):
-    """It was refused: no key of a state was expected once the current one was empty."""
+    """A state is loaded after the current one was removed, instead of refused."""
     model = small_model()
     optimizer = make(model, **OPTIONS)
     draw_grads(model.parameters(), 0)
@@ -122,7 +122,7 @@ def test_state_is_loaded_after_it_was_removed(make, reset):
 
 @pytest.mark.parametrize("make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)])
 def test_state_of_the_start_is_loaded_later(make):
-    """A search for a learning rate goes back to it; it was refused as another algorithm's."""
+    """A state from before the first step loads later, as a search for a learning rate does."""
     ends = []
     for is_searching in (False, True):
         model = small_model()
@@ -141,7 +141,7 @@ def test_state_of_the_start_is_loaded_later(make):
 
 
 def test_hooks_of_a_load_come_before_all_comparisons_and_after_all_changes():
-    """They convert states of others, which were refused before their hooks were called."""
+    """Hooks of a load may convert states of others before they are compared."""
     model = small_model()
     optimizer = MuonAdamW.from_model(model, **OPTIONS)
     draw_grads(model.parameters(), 0)
@@ -173,7 +173,7 @@ WRAPPED = ["layers.0._orig_mod.{}", "module.layers.0.{}", "layers.0._checkpoint_
 @pytest.mark.parametrize("form", WRAPPED)
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_names_of_wrappers_do_not_count(form, is_saved):
-    """A run that switched torch.compile on was told to drop its momentum."""
+    """Names with the prefixes of wrappers match names without them in a state."""
     momentum = []
     saved = None
     for name in (form, "layers.0.{}") if is_saved else ("layers.0.{}", form):
@@ -203,7 +203,7 @@ def _put(value: Callable[[Any], Any], key: str = "momentum_buffer") -> Callable[
 
 
 def test_copies_of_bfloat16_parameters_stay_in_float32():
-    """One in bfloat16 was taken, and lost most of each update."""
+    """A copy of a bfloat16 parameter that somebody rounds to bfloat16 is refused."""
     model = small_model().to(torch.bfloat16)
     optimizer = MuonAdamW.from_model(model, **OPTIONS)
     draw_grads(model.parameters(), 0)
@@ -287,5 +287,5 @@ def _on_two_ranks(folder: str) -> None:
 
 @pytest.mark.ranks
 def test_ranks_change_state_together(tmp_path):
-    """Of one rank alone it is refused on all; a save right after it has all state."""
+    """A change of state on one rank is refused on all, and a save after a reset has all state."""
     run_ranks(2, _on_two_ranks, str(tmp_path)).check()

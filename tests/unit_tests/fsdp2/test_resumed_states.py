@@ -140,11 +140,7 @@ def _load(folder: str, shape: list[int]) -> None:
 
 
 def test_state_loads_on_other_ranks(tmp_path):
-    """A separate Muon, torch's too, and AdamW go on in one optimizer or two.
-
-    Owners of second moments change with the number of ranks; those of normuon are on their owners
-    alone while a run goes on. adamuon once went on with the tensors of before the load.
-    """
+    """State of one optimizer or two goes on to the bit on other numbers of ranks."""
     run_ranks(2, _save, str(tmp_path)).check()
     run_ranks(3, _load, str(tmp_path), [3]).check()
     run_ranks(4, _load, str(tmp_path), [2, 2]).check()

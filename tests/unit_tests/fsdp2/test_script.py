@@ -28,7 +28,7 @@ def _losses(num_ranks: int, *arguments: str) -> dict[int, float]:
 
 
 def test_script_learns_and_goes_on_on_other_ranks(tmp_path):
-    """Losses are printed with four digits; sums over other ranks round differently."""
+    """The script learns, and goes on with the same losses on another number of ranks."""
     expected = _losses(2, "--steps", "16")
     assert list(expected) == list(range(1, 17))
     assert expected[16] < 0.5 * expected[1]

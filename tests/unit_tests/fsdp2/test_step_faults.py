@@ -104,7 +104,7 @@ def _error_of(function: Callable[[], Any]) -> str:
     ],
 )
 def test_step_after_one_that_ended_in_the_middle(make, dtype):
-    """Each operation in turn ran out of memory: of 174 retries 158 went on with half of a step."""
+    """A step that fails at any operation is repeated or refused, never continued halfway."""
     model, optimizer = _stepped(small_model(dtype), make)
     weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     draw_grads(model.parameters(), 1)
@@ -275,7 +275,7 @@ def _faults_of_one_rank() -> None:
 
 @pytest.mark.ranks
 def test_all_ranks_refuse_a_step_where_one_does():
-    """After an interrupted step, and with wrong gradients; an empty shard needs none."""
+    """All ranks refuse a step that one was interrupted in, or has wrong gradients for."""
     run_ranks(2, _faults_of_one_rank).check()
 
 
@@ -296,7 +296,7 @@ def _leave_in_the_middle() -> list[Any]:
 @pytest.mark.ranks
 @pytest.mark.cpu_only
 def test_rank_whose_peer_has_left_does_not_step_again():
-    """Its rows never came: a retry must not take what is there."""
+    """A rank whose peer has left refuses to step again with rows that never came."""
     # Not check(): a rank that has left does not join the last barrier.
     ours, theirs = run_ranks(2, _leave_in_the_middle).results
     assert theirs[0].startswith("no memory")
@@ -304,7 +304,7 @@ def test_rank_whose_peer_has_left_does_not_step_again():
 
 
 def test_sparse_gradient_is_refused_with_its_remedy():
-    """The advice was to change the dtype of a reduction."""
+    """A sparse gradient is refused with advice to change its embedding."""
     embedding = torch.nn.Embedding(6, 4, sparse=True, device=device())
     optimizer = MuonAdamW.from_model(embedding, lr=0.1)
     embedding(torch.tensor([1, 2], device=device())).sum().backward()
@@ -312,7 +312,7 @@ def test_sparse_gradient_is_refused_with_its_remedy():
 
 
 def test_parameters_without_names_are_not_mixed_up():
-    """The first matrix and the first vector are both parameter 0, and one has no gradient."""
+    """A missing gradient of one parameter 0 does not count for that of another group."""
     model = small_model()
     first, second, vector = model.up.weight, model.down.weight, model.norm.weight
     optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])

@@ -142,10 +142,7 @@ def _peaks(step: Callable[[], Any]) -> tuple[int, int]:
     ],
 )
 def test_step_allocates_nothing_that_ranks_have_not_agreed_on(name, tensors):
-    """Momentum in bfloat16 was copied to float32 after ranks had agreed, and AdamW made its state.
-
-    A rank that ran out of memory there raised alone, and the others waited in the exchange.
-    """
+    """All memory of a step is taken before ranks agree, so that no rank fails in the exchange."""
     torch.manual_seed(0)
     optimizer = OF_CPU[name](tensors)
     for step in range(2):
@@ -158,7 +155,7 @@ def test_step_allocates_nothing_that_ranks_have_not_agreed_on(name, tensors):
 
 
 def test_memory_returns_when_ranks_refuse_a_step():
-    """A refused step keeps no memory, which the caller may need."""
+    """A refused step gives its memory back."""
     optimizer = ON_CPU.muon()
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.full_like(param, torch.nan)
@@ -173,10 +170,7 @@ def test_memory_returns_when_ranks_refuse_a_step():
 
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_comparison_of_weights_takes_few_launches_and_no_memory(is_changed):
-    """Every bfloat16 parameter took four launches a step, and 7 bytes an element.
-
-    On an H200, 436 M elements took 4.9 ms; 300 parameters took 15 ms of the host.
-    """
+    """Comparing bfloat16 parameters takes launches and memory that do not grow with them."""
     with fake_cuda() as recorder:
         optimizer = ON_GPU.muon(torch.bfloat16)
         _set_grads(optimizer)
@@ -195,10 +189,7 @@ def test_comparison_of_weights_takes_few_launches_and_no_memory(is_changed):
 
 @pytest.mark.parametrize("name", OF_GPU)
 def test_step_on_a_gpu_allocates_what_ranks_have_agreed_on(name):
-    """Momentum in bfloat16 or CPU memory was copied to float32 after ranks had agreed.
-
-    A rank without that memory left the others in a collective until NCCL's time-out.
-    """
+    """All memory of a step on a GPU is taken before ranks agree."""
     agree = muon.agree_to_step
     num_before = 0
 
@@ -218,7 +209,7 @@ def test_step_on_a_gpu_allocates_what_ranks_have_agreed_on(name):
 
 
 def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
-    """The host summed momentum that the device was still copying to it."""
+    """Metrics of momentum in CPU memory wait until the device has copied it."""
     events = []
     with fake_cuda():
         optimizer = ON_GPU.muon(offload_momentum=True)
@@ -236,7 +227,7 @@ def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
 
 
 def test_norm_of_a_missing_gradient_is_summed_on_the_gpu():
-    """Zeros in CPU memory stood in for it, among rows on the device."""
+    """Zeros for a missing gradient are on the device, among the rows of the others."""
     devices: list[str] = []
     original = norms.sums_of_squares
 
@@ -299,7 +290,7 @@ def _step_without_memory(name: str) -> tuple[str, bool]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["momentum in bfloat16", "AdamW"])
 def test_rank_without_memory_stops_all_ranks_before_the_step(name):
-    """A rank ran out of memory in the exchange: it raised alone, and the other one waited."""
+    """A rank without memory stops all ranks before the exchange."""
     # The rank that waits would do so until this time-out.
     for message, same in run_ranks(2, _step_without_memory, name, timeout_s=90).check().results:
         assert "rank 1" in message
@@ -309,7 +300,7 @@ def test_rank_without_memory_stops_all_ranks_before_the_step(name):
 
 
 def test_step_of_the_core_takes_its_memory_itself():
-    """A step without the question for memory before it wrote to an arena that was not there."""
+    """A step of the core that nobody reserved memory for reserves it."""
     asked, direct = ON_CPU.muon(), ON_CPU.muon()
     params, others = (each.param_groups[0]["params"] for each in (asked, direct))
     for param, other in zip(params, others, strict=True):

@@ -132,6 +132,6 @@ def _train(model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", CASES)
 def test_model_of_transformers_trains_as_whole_matrices_do(model_type):
-    """Experts were fused, GPT-2's layers not transposed, and T5's embedding was Muon's."""
+    """Models of transformers train as emerging-optimizers and AdamW train whole ones."""
     pytest.importorskip("transformers")
     run_ranks(2, _train, model_type).check()

@@ -18,7 +18,7 @@ assert run_ranks(2, importlib.util.find_spec, "megatron").check().results == [No
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_start_without_megatron(tmp_path):
-    """The server of ranks imported megatron, and 119 of 188 tests failed."""
+    """Ranks start where megatron is not installed."""
     # None is what Python documents for a module that shall not be found. Every process that the
     # tests start imports this file.
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['megatron'] = None\n")

@@ -98,5 +98,5 @@ def _step_wrapped() -> None:
 
 @pytest.mark.ranks
 def test_wrapped_tensor_is_stepped_or_refused_by_class():
-    """The first step ended in its middle, for lack of storage."""
+    """Weights of a class without storage are stepped, or refused before the step."""
     run_ranks(2, _step_wrapped).check()

@@ -189,10 +189,7 @@ def _step_all(world_size: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_equal_upstreams_on_whole_matrices(world_size):
-    """The same bits after three steps, of adamuon's momentum and second moments too.
-
-    For long, square and wide matrices and blocks, and query, key and value.
-    """
+    """Each adaptive method has upstream's bits on whole matrices, second moments included."""
     assert run_ranks(world_size, _step_all, world_size).check().results == [[]] * world_size
 
 
@@ -318,7 +315,7 @@ results = cached_cases(CASES_BY_WORLD)
 
 
 def test_blocks_under_each_tensor_parallel_mode():
-    """A block is what Newton-Schulz sees: of one tensor-parallel rank, or of all of them.
+    """A block is that of Newton-Schulz: of one tensor-parallel rank, or of all of them.
 
     As upstream, adamuon scales by the shape that a tensor-parallel rank has. Not in mode
     distributed: upstream multiplies parts of a matrix there, and its rounding decides the sign of
@@ -328,16 +325,12 @@ def test_blocks_under_each_tensor_parallel_mode():
 
 
 def test_rows_may_be_in_another_order_than_blocks():
-    """The same bits, where a shard starts with the key of one query group."""
+    """A shard that starts with the key of a query group has the same bits."""
     assert results(3)["order"] == [[[0.0], [0.0]]] * 3
 
 
 def test_a_block_costs_less_than_one_call():
-    """Each block used to cost ten or twenty operations, also on ranks that hold nothing of it.
-
-    Later the results of all ranks were normalized after the exchange, with two all-reduces. Now
-    owners share the moments of normuon by one.
-    """
+    """Second moments of a block take less than half a call, and one all-reduce for normuon."""
     for found in results(2)["calls"]:
         for method, (num_blocks, calls) in found.items():
             assert calls.get("allreduce_", 0) == (method == "normuon")
@@ -345,7 +338,7 @@ def test_a_block_costs_less_than_one_call():
 
 
 def test_sums_in_float64_change_rounding_alone():
-    """Of namo beside emerging-optimizers as it is: fp32 sums of at most 2304 squares.
+    """Sums in float64 differ from emerging-optimizers' sums in float32 by rounding.
 
     Three steps of 0.02 on at most 1536 elements of a rank; each may differ by a few units in the
     last place of a weight of size 3, 2.4e-7. A moment of another step would give 1e-2 an element.
@@ -355,7 +348,7 @@ def test_sums_in_float64_change_rounding_alone():
 
 
 def test_state_of_a_whole_block_has_one_name_on_its_ranks():
-    """Tensor-parallel ranks with blocks of their own name them apart: a checkpoint keeps one."""
+    """State of a joined block has one name on all ranks, and of blocks apart one by rank."""
     joined, apart, namo = (results(4)[name] for name in ("joined", "apart", "namo"))
     assert joined[0] == joined[1] == joined[2] == joined[3]
     assert joined[0]["layer.1.weight.moment2_cols"] == [1, 96]
@@ -371,12 +364,12 @@ def test_state_of_a_whole_block_has_one_name_on_its_ranks():
 
 
 def test_second_moments_that_were_offloaded_are_followed():
-    """Trainers that offload states between steps replace tensors: their moments went stale."""
+    """Second moments that a trainer replaces between steps are the ones that the step uses."""
     assert results(2)["offload"] == [[]] * 2
 
 
 def test_what_cannot_be_normalized_is_refused_with_the_reason():
-    """On all ranks, at construction."""
+    """Settings that a method cannot have are refused at construction, with the reason."""
     for of_decay, of_name in results(2)["refusals"]:
         assert "expected decoupled weight decay with namo" in of_decay
         assert "expected one of adamuon, normuon, namo, got adam" in of_name

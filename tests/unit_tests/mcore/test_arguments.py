@@ -153,10 +153,7 @@ def refusals() -> dict[tuple[str, ...], str]:
 
 @pytest.mark.parametrize(("line", "message"), LINES.items(), ids=lambda value: str(value)[-60:])
 def test_refusal_names_the_flag_the_reason_and_the_way_out(line, message):
-    """Megatron's parser and checks, with ours in them, say what was given, and why it cannot work.
-
-    A user whose launch script sets the flag somewhere did not know what to look for.
-    """
+    """A refusal of Megatron's parser or this package names the flag, the reason and the remedy."""
     assert message in refusals()[line]
 
 
@@ -167,7 +164,7 @@ def test_all_refusals_are_reported_together():
 
 @pytest.mark.parametrize(("flags", "message"), MISTYPED.items(), ids=lambda value: value[0])
 def test_mistyped_flag_is_one_line_with_a_suggestion(flags, message):
-    """Each rank printed all of Megatron's flags, 1,606 lines, and what was wrong below them."""
+    """A mistyped flag is one line with a suggestion, not all of Megatron's flags."""
     (line,) = refusals()[tuple(fsdp_toy_gpt(ZERO_3, *flags))].splitlines()
     assert message in line and not line.startswith("exit code")
 
@@ -213,7 +210,7 @@ LOCAL = {"cuda_graph_impl": "local"}
     ids=str,
 )
 def test_settings_are_refused_only_together(settings, is_refused):
-    """Biases of grouped experts, a layer that is used again, graphs of a whole iteration.
+    """Biases of grouped experts, repeated layers and whole graphs are refused in combination.
 
     Upstream saves the biases of all ranks under one name; each use of the layer overwrites the
     bucket of the microbatch; a replay counts no reductions.
@@ -232,7 +229,7 @@ def test_settings_are_refused_only_together(settings, is_refused):
     ],
 )
 def test_flag_of_later_megatron_chooses_its_kernels(given, uses_syrk, expected):
-    """--muon-use-syrk; what --muon-fsdp-newton-schulz says, wins."""
+    """--muon-use-syrk chooses kernels unless --muon-fsdp-newton-schulz is given."""
     from megatron_muon.mcore import arguments
     from megatron_muon.mcore.options import MuonOptions
 

@@ -152,7 +152,7 @@ def _reload(sharding: str) -> None:
     ],
 )
 def test_step_without_a_training_loop(world_size, case):
-    """Steps that train, are skipped or fail, weights that are installed, and loaded."""
+    """Steps in a script train, are skipped, fail, install weights and reload them."""
     assert results(world_size)[case] == [None] * world_size
 
 
@@ -183,10 +183,7 @@ def _reduce_over_outer_ranks() -> list[str]:
 
 
 def test_hsdp_reduces_over_outer_ranks_once_or_raises():
-    """Upstream reduces over the outer ranks in each microbatch marked as the last, and no other.
-
-    One optimizer sees all cases: a refused step, once its gradients are dropped, harms no other.
-    """
+    """Gradients of HSDP that were not reduced exactly once over outer ranks are refused."""
     for texts in results(4)["outer ranks"]:
         for (_, message), text in zip(MICROBATCHES, texts, strict=True):
             assert message in text
@@ -202,7 +199,7 @@ def _wrap_before_enable(**settings: Any) -> str:
 
 
 def test_model_that_was_wrapped_before_enable_is_refused():
-    """The repairs of gradients came too late for it: they were scaled wrongly without a word."""
+    """A model wrapped before enable() is refused, as its gradients lack the repairs."""
     for text in (*results(1)["wrapped before"], *results(2)["hfsdp wrapped before"]):
         assert "got one that was wrapped before" in text
     # Nothing needs a repair on two ranks without HSDP.
@@ -217,7 +214,7 @@ def _build_with_tunable_kernels() -> str:
 
 
 def test_tunable_kernels_are_refused_on_all_ranks():
-    """Replicated matrices are orthogonalized on each rank, and would come to differ."""
+    """Kernels that torch times on one rank are refused on all, as replicas would differ."""
     for text in results(2)["tunable kernels"]:
         assert "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0" in text
         assert "No optimizer was built." in text

@@ -84,7 +84,7 @@ traces = cached_cases(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_are_those_of_the_document(layout):
-    """One more in a step, or another group, is a change that docs/communication.md must say."""
+    """The collectives of a step are those of docs/communication.md."""
     world_size, sharding, _, num_norm_ranks, num_replicas = LAYOUTS[layout]
     for construction, step, num_buckets, num_blocks in traces(world_size)[layout]:
         assert num_buckets > 0

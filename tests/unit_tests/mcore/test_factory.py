@@ -69,7 +69,7 @@ ADAM_MOE = (
     ],
 )
 def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
-    """Name by name the same optimizer, expert flag, weight decay and rate, on every rank."""
+    """Each parameter has the optimizer, weight decay and rate that it has under DDP."""
     flags = (*flags, *ONE_ITERATION)
     run = launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
     found, text = routes(run), run.outputs[0]
@@ -83,7 +83,7 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
 
 
 def test_plan_is_logged_where_asked():
-    """Experts are planned over their data-parallel ranks, dense matrices over all ranks."""
+    """The logged plans have experts on their ranks, dense matrices on all, and loads of owners."""
     # Megatron-FSDP turns the last flag on itself: it does not mean the layer-wise optimizer here.
     flags = (*EP, *ONE_ITERATION, "--muon-fsdp-log-plan", "--use-distributed-optimizer")
     run = launch(4, fsdp_toy_gpt("optim_grads_params", *flags)).check()
@@ -118,7 +118,7 @@ def _parameter_that_asks_for_another_optimizer() -> list[str]:
 
 
 def test_parameter_may_ask_for_the_scalar_optimizer():
-    """``use_muon = False`` is copied to the sharded parameter, and obeyed."""
+    """``use_muon = False`` of a parameter is copied to its shard, and obeyed."""
     (found,) = run_ranks(1, _parameter_that_asks_for_another_optimizer).check().results
     assert found == ["AdamW", "FSDPZeROTensorParallelMuon"]
 
@@ -132,7 +132,7 @@ def _build_with_four_steps_of_cubic5() -> str:
 
 
 def test_invalid_num_ns_steps_is_refused_at_construction():
-    """emerging-optimizers raised in the first step; with bf16 messages nobody did."""
+    """A number of steps that emerging-optimizers refuses in a step is refused at construction."""
     for said in run_ranks(2, _build_with_four_steps_of_cubic5).check().results:
         assert "ranks 0, 1: --muon-num-ns-steps: expected 5 for cubic5" in said
         assert "No optimizer was built." in said

@@ -166,12 +166,7 @@ results = cached_cases(
 
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_steps_on_megatron_fsdp_shards_equal_whole_matrices(name):
-    """The same gradients in, bit-identical parameters and momentum out, of Muon and of Lion.
-
-    QKV is split across shards. Lion's update is compiled, which on GPUs would trace DTensors of
-    uneven placements: it sees local tensors, skips empty shards and keeps the DTensors of its
-    state, which checkpoints hold.
-    """
+    """Muon and Lion on Megatron-FSDP's shards have the bits of whole parameters."""
     by_rank = results(SHARDINGS[name][0])[name]
     for wrong_rows, _, of_muon, of_lion in by_rank:
         assert wrong_rows == [] and of_muon == []

@@ -55,10 +55,7 @@ THREE_OF_ADAM = ("--optimizer", "adam", "--lr", "1e-3", *SHORT, "3")
 
 
 def test_norm_covers_shards_that_differ_between_instances():
-    """At d98e8a64 the wrapper ignores HSDP's flag, and shards over all ranks all the same.
-
-    A norm over one instance was that of half the gradients.
-    """
+    """The norm covers all ranks where the wrapper shards over them despite HSDP's flag."""
     flags = (*HIGH, *SHORT, "2")
     run = train(2, v2_toy_gpt(*flags, *HSDP))
     assert norms(run) == pytest.approx(norms(train(2, v2_toy_gpt(*flags))), rel=NORM_TOLERANCE)
@@ -75,13 +72,13 @@ def check_is_that_of_v1(world_size: int, *flags: str) -> list[float]:
 
 @pytest.mark.parametrize("method", ["adamuon", "normuon", "namo"])
 def test_adaptive_methods_are_those_of_v1(method):
-    """The same code on rows that are cut elsewhere."""
+    """Adaptive methods have the losses of version 1 on rows that are cut elsewhere."""
     check_is_that_of_v1(2, "--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", method)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_qk_clip_is_that_of_ddp(optimizer):
-    """Main weights are clipped between the step and the refresh of compute weights."""
+    """QK-clip has the losses of version 1, and other ones than without it."""
     flags = ("--optimizer", optimizer)
     found = check_is_that_of_v1(2, *flags, "--qk-clip", "--qk-clip-threshold", "0.005")
     unclipped = train(2, v2_toy_gpt(*HIGH, *flags)).losses
@@ -90,16 +87,13 @@ def test_qk_clip_is_that_of_ddp(optimizer):
 
 @pytest.mark.slow
 def test_qk_clip_of_stages_is_that_of_v1():
-    """Each stage clips its layers, by logits of its own."""
+    """Each stage clips its layers by its own logits."""
     check_is_that_of_v1(4, *PP, "--qk-clip", "--qk-clip-threshold", "0.05")
 
 
 @pytest.mark.parametrize("flags", [(), EP], ids=["dense", "ep2"])
 def test_norm_and_zeros_of_adam_are_counted_once(flags):
-    """Upstream's norm is sqrt(dp) times DDP's, and with experts it asserts that there is one mesh.
-
-    So clipping took gradients for larger than they were.
-    """
+    """The norm of Adam is DDP's, where upstream's is sqrt(dp) times as large or asserts."""
     asked = (*THREE_OF_ADAM, "--log-num-zeros-in-grad", *flags)
     batch = ("--global-batch-size", "4", "--micro-batch-size", "2")
     run = launch(2, v2_toy_gpt(*asked, *batch)).check()
@@ -134,7 +128,7 @@ def _leave_one_unused() -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_unused_parameter_is_named_in_the_first_backward_pass(optimizer):
-    """Upstream reduced no gradient of its layer, and raised that a phase is invalid."""
+    """An unused parameter is named, where upstream raises that a phase is invalid."""
     flags = v2_toy_gpt("--optimizer", optimizer, "--global-batch-size", "8")
     run = launch(2, flags, before=_leave_one_unused)
     assert run.exit_codes == [1, 1] and run.history == []
@@ -153,7 +147,7 @@ def test_unused_parameter_is_named_in_the_first_backward_pass(optimizer):
     ],
 )
 def test_what_the_wrapper_of_v2_refuses_stays_refused(world_size, flags, message):
-    """In upstream's words, or in those of this package where v1 is refused too."""
+    """What the wrapper of version 2 refuses stays refused, in its words or those of version 1."""
     run = launch(world_size, v2_toy_gpt(*flags))
     assert all(run.exit_codes) and run.history == []
     assert any(message in output for output in run.outputs)
@@ -169,7 +163,7 @@ def test_what_the_wrapper_of_v2_refuses_stays_refused(world_size, flags, message
     ],
 )
 def test_resumed_run_is_the_run_that_never_stopped(world_size, flags, tmp_path):
-    """Losses, parameters and state of the iterations after, on every rank, bit for bit."""
+    """A resumed run has the losses, parameters and state of the first run, bit for bit."""
     flags = (ZERO[3], *V2, *flags)
     first = saved_run(world_size, tmp_path / "saved", *flags)
     assert_resumes(first, tmp_path / "saved", tmp_path / "resumed", world_size, *flags)
@@ -194,7 +188,7 @@ STAGES = (*PP, *HIGH)
     ],
 )
 def test_checkpoint_loads_in_the_other_version_on_other_ranks(before, after, num_samples, tmp_path):
-    """Parameters and state are the saved ones, bit for bit, under the same names."""
+    """Checkpoints of one version load in the other, on other ranks, bit for bit."""
     batches = []
     for world_size, flags in (before, after):
         # Several microbatches with stages.
@@ -212,7 +206,7 @@ def test_checkpoint_loads_in_the_other_version_on_other_ranks(before, after, num
 
 
 def test_weights_load_without_optimizer_state(tmp_path):
-    """Compute weights follow main weights at once, also in bf16: the first loss is the same."""
+    """Weights that load without state are those of the next forward pass, also in bf16."""
     flags = v2_toy_gpt(*BF16, *SCHEDULE)
     first = launch(2, [*flags, "--no-save-optim", "--save", str(tmp_path)]).check()
     load = ("--load", str(tmp_path), "--ckpt-step", str(SAVED_AT), "--no-load-optim")

@@ -141,11 +141,11 @@ results = cached_cases({4: {**STEPS, "attributes": _copy_attributes, "gradients"
 
 @pytest.mark.parametrize("name", MESHES)
 def test_step_is_upstreams_on_whole_matrices(name):
-    """Momentum, blocks and updates of uneven rows, with shards on one axis and on two."""
+    """Uneven rows sharded on one axis and two step with the bits of whole matrices."""
     assert results(4)[name] == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["attributes", "gradients"])
 def test_shards_have_attributes_of_megatron_and_gradients_in_fp32(name):
-    """Gradients are cast, or refused if replicas differ."""
+    """Shards get Megatron's attributes; gradients are cast, or refused if replicas differ."""
     assert results(4)[name] == [None] * 4

@@ -63,7 +63,7 @@ def _sound_norms(
 def test_gradient_norm_is_ddps_and_is_not_without_the_repair(
     patch, world_size, flags, fsdp_flags, rel
 ):
-    """The norm of the first gradients, before any update, equals DDP's to rounding.
+    """The norm of the first gradients equals DDP's to rounding, and does not without the repair.
 
     Without the repair: HFSDP's gradients are dp times too large, its norm is that of one instance's
     shards, and gradients over a group of one rank are scaled again, or added to themselves, with
@@ -159,7 +159,7 @@ def _differences(kind: str, settings: dict[str, Any]) -> list[dict[str, float]]:
     ],
 )
 def test_fused_gradients_are_the_unsharded_sum_if_repaired(kind, settings, broken):
-    """Main gradients of three microbatches on two ranks, under each strategy.
+    """Fused gradients of three microbatches are the unsharded sum under each strategy.
 
     On GPUs, where accumulation is fused unless a flag says otherwise, each microbatch under optim
     overwrote the one before: the last of a step alone trained. Megatron's own linear, the output

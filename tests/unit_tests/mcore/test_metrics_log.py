@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_metrics_are_written_at_the_interval_of_the_trainer(tmp_path):
-    """By the last rank, at its iterations; an update has the RMS of AdamW's with this factor."""
+    """Metrics are written by the last rank at the trainer's interval."""
     flags = ("--muon-extra-scale-factor", "0.2", "--tensorboard-dir", str(tmp_path))
     flags += ("--tensorboard-log-interval", "3", "--muon-fsdp-log-metrics")
     run = launch(2, fsdp_toy_gpt(ZERO[3], *flags)).check()
@@ -30,7 +30,7 @@ def test_metrics_are_written_at_the_interval_of_the_trainer(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion"])
 def test_metrics_of_other_optimizers_are_refused(optimizer):
-    """They would be missing from the log without a word."""
+    """The flag for metrics is refused with other optimizers."""
     run = launch(1, fsdp_toy_gpt(ZERO[3], "--optimizer", optimizer, "--muon-fsdp-log-metrics"))
     assert run.exit_codes == [1]
     said = "--muon-fsdp-log-metrics: expected --use-megatron-fsdp with --optimizer muon or adapti"

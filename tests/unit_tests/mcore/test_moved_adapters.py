@@ -111,7 +111,7 @@ assert not is_wrapped(DistributedDataParallel.__new__(DistributedDataParallel))
 
 @pytest.mark.slow
 def test_wrappers_are_repaired_in_the_modules_of_nightly(tree):
-    """Two repairs of v2 vanished without a word there, and no model counted as wrapped."""
+    """Wrappers that were moved to other modules are repaired and count as wrapped."""
     move_adapters(tree)
     run_in(tree, "-c", MOVED)
 
@@ -137,7 +137,7 @@ def _v2_without_its_targets() -> list[str]:
 
 @pytest.mark.ranks
 def test_release_with_v2_whose_targets_are_elsewhere_is_refused():
-    """A repair of v2 that finds no place refuses v2; it refused users of v1, too."""
+    """A repair of version 2 without a target refuses version 2, and not version 1."""
     (problems,) = run_ranks(1, _v2_without_its_targets).check().results
     for name in ("__init__", "_validate_config"):
         symbol = f"mcore_fsdp_adapter:FullyShardedDataParallelV2.{name}"
@@ -167,7 +167,7 @@ def losses(tree: Path, *flags: str) -> list[str]:
 @pytest.mark.slow
 @needs_flags
 def test_moved_v2_trains_as_where_it_was(tree):
-    """Its repairs are those of the classes that Megatron builds, and Muon counts its own norm."""
+    """Version 2 trains the same in other modules, with Muon's norm of its own."""
     flags = ("--lr-warmup-iters", "0", "--log-num-zeros-in-grad")
     before = losses(tree, *flags)
     move_adapters(tree)
@@ -190,14 +190,14 @@ assert not hasattr(FullyShardedOptimizer.__init__, "__wrapped__")
 
 @needs_flags
 def test_norm_that_upstream_has_mended_is_left_alone(tree):
-    """Pull request 6489: the repair went on top of it, and no list said that it was mended."""
+    """The repair of the norm is left out where upstream has pull request 6489."""
     optimizer = tree / "megatron" / "core" / "optimizer" / "fully_sharded_optimizer.py"
     optimizer.write_text(optimizer.read_text() + OWN_NORM)
     run_in(tree, "-c", MENDED)
 
 
 def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):
-    """It divides by copies and sums over all ranks: over one instance the norm was too small."""
+    """The group of upstream's own norm, which sums over all ranks, is left as it is."""
     from megatron_muon.mcore import fsdp_model, gradient_repairs
 
     class Upstream:

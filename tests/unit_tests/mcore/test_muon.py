@@ -82,11 +82,7 @@ def _step_and_compare(world_size: int) -> list[str]:
     "world_size", [1, 2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8))]
 )
 def test_step_equals_upstream_muon_on_whole_matrices(world_size):
-    """Parameters and momentum are bit-identical after three steps, for every layout and setting.
-
-    Also where copies and blocks of a matrix are spread over replicas and tensor-parallel ranks. On
-    bf16 messages the reference is upstream's Muon with the norm summed in float64.
-    """
+    """Parameters and momentum have upstream's bits after three steps in every layout."""
     assert run_ranks(world_size, _step_and_compare, world_size).check().results == [[]] * world_size
 
 
@@ -195,13 +191,13 @@ results = cached_cases(CASES)
 
 
 def test_tensor_parallel_replicas_are_orthogonalized_once():
-    """In either mode. Copies of a router were matrices of two plans, and could differ on a GPU."""
+    """Copies on tensor-parallel ranks are one matrix of one plan, and cannot drift apart."""
     router = ["layer.2.weight", 1, [0, 1, 2, 3]]
     assert results(4)["owners"] == [[[router]] * 2] * 4
 
 
 def test_figures_of_a_step_are_those_of_whole_matrices():
-    """Rows of replicas and of tensor-parallel copies count once."""
+    """Metrics count rows of replicas and of tensor-parallel copies once."""
     for figures, expected in itertools.chain(*results(4)["figures"]):
         # Sums in float32, in another order.
         assert figures == pytest.approx(expected, rel=1e-5)
@@ -209,15 +205,12 @@ def test_figures_of_a_step_are_those_of_whole_matrices():
 
 @pytest.mark.parametrize("case", STORED, ids=str)
 def test_stored_momentum_is_rounded_once_a_step(case):
-    """The bits of upstream's Muon whose momentum is rounded after each step, also from CPU memory.
-
-    On CPU ranks offloaded momentum takes the same way through staging memory.
-    """
+    """Momentum in bf16 or CPU memory has the bits of upstream's, rounded after each step."""
     assert results(2)[f"stored {case}"] == [[]] * 2
 
 
 def test_ranks_that_disagree_raise_at_construction_on_all_ranks():
-    """A parameter that is another one on some rank is named before anything is exchanged."""
+    """A parameter that one rank has frozen, renamed or moved is named on all ranks."""
     for of_frozen, of_renamed, of_moved in results(2)["errors"]:
         assert "rank 1 has 'layer.4.weight" in of_frozen
         assert "where rank 0 has 'layer.3.weight" in of_frozen

@@ -134,7 +134,7 @@ TRAINS_LIKE_DDP = [
 
 @pytest.mark.parametrize(("world_size", "zero", "setting", "flags", "fsdp_flags"), TRAINS_LIKE_DDP)
 def test_trains_like_ddp(world_size, zero, setting, flags, fsdp_flags):
-    """Losses and norms of every layout and precision."""
+    """Losses and norms are those of DDP in every layout and precision."""
     check_trains_like_ddp(world_size, zero, setting, flags, fsdp_flags)
 
 
@@ -174,10 +174,7 @@ def check_flags(
     ],
 )
 def test_split_matrices_train_like_ddp_with_the_same_flags(world_size, model, flags):
-    """Upstream's own code splits what the flags tag, and each of them changes what is trained.
-
-    Flags among those of the model are left out in another row.
-    """
+    """Each flag that splits matrices changes training, as it changes upstream's under DDP."""
     check_flags(world_size, model, flags.split(), 10 * HIGH_TOLERANCE)
 
 
@@ -192,7 +189,7 @@ def test_split_matrices_train_like_ddp_with_the_same_flags(world_size, model, fl
 )
 @pytest.mark.slow
 def test_qk_clip_trains_like_ddp(base):
-    """MuonClip, and Adam with QK-clip, where logits are large from the start.
+    """MuonClip, and Adam with QK-clip, train like DDP where logits are large from the start.
 
     In bf16 runs differ from DDP's in one rounding: upstream clips the rounded weight and rounds
     again, here the clipped main weight is rounded.
@@ -203,7 +200,7 @@ def test_qk_clip_trains_like_ddp(base):
 
 @pytest.mark.slow
 def test_muon_flags_do_what_they_do_under_ddp():
-    """All flags at once change the run as they change upstream's, and each of them does."""
+    """Each flag of Muon changes a run as it changes upstream's."""
     flags = [
         NO_NESTEROV,
         "--muon-momentum 0.8",
@@ -243,7 +240,7 @@ ADAPTIVE = ("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method")
 )
 @pytest.mark.slow
 def test_other_optimizers_train_like_upstreams(flags):
-    """Fully sharded against whole, and unlike Muon: adamuon is Megatron-LM main's."""
+    """AdaMuon and Lion train like upstream's, and unlike Muon."""
     # On as many ranks: adamuon's second moments amplify the rounding of sums, to 4e-6.
     expected = train(2, toy_gpt(*flags), before=_complete_adaptive_muon).losses
     found = train(2, fsdp_toy_gpt(ZERO[3], *flags)).losses
@@ -255,7 +252,7 @@ def test_other_optimizers_train_like_upstreams(flags):
 
 @pytest.mark.parametrize("method", ["normuon", slow("namo")])
 def test_adaptive_method_trains_and_says_that_it_scales_once(method):
-    """Upstream has no run to compare with: 0.19.2 fails, and main scales twice."""
+    """NorMuon and NAMO train, and one message says that results are scaled once."""
     run = train(2, fsdp_toy_gpt(ZERO[3], *ADAPTIVE, method, "--muon-split-glu"))
     assert run.losses[-1] < run.losses[0] - LEAST_GAIN
     assert sum(f"{method}: results are scaled once" in text for text in run.outputs) == 1
@@ -289,7 +286,7 @@ EXAMPLE = """
 
 @pytest.mark.slow
 def test_megatrons_example_trains_with_muon():
-    """Two of its flags change where weights are, and no bit of the losses."""
+    """Megatron's example trains, and flags that move its weights change no bit of the losses."""
     flags = EXAMPLE.split()
     losses = launch(2, flags).check().losses
     assert losses[-1] < losses[0] - 0.05
@@ -313,7 +310,7 @@ def _skip_large_gradients() -> None:
 
 @pytest.mark.slow
 def test_skipped_iterations_and_zero_counts_match_ddp():
-    """Steps above grad_norm_skip_threshold change nothing, and zeros are counted once."""
+    """Skipped steps change nothing, and zeros are counted as under DDP."""
     flags = (*HIGH, "--log-num-zeros-in-grad")
     found = train(2, fsdp_toy_gpt(ZERO[3], *flags), before=_skip_large_gradients)
     expected = reference(*flags, before=_skip_large_gradients)
@@ -337,7 +334,7 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
     ],
 )
 def test_broken_newton_schulz_fails_these_tolerances(break_it, setting):
-    """A run without Newton-Schulz, or with wrong rows of other ranks, is told from a right one."""
+    """Runs without Newton-Schulz, or with wrong rows, exceed the tolerances threefold."""
     flags = fsdp_toy_gpt(ZERO[3], *setting.flags, *setting.fsdp_flags)
     run = train(2, flags, before=break_it)
     expected = reference(*setting.flags).losses

@@ -50,7 +50,7 @@ def _patch(name: str, **settings: object) -> Patch:
 
 
 def test_apply_and_revert_restore_the_original(stub):
-    """The replacement runs, keeps the original, and goes away again; in classes too."""
+    """A replacement runs, keeps the original, and is taken back, in classes too."""
     patches = [_patch("scale"), _patch("Holder.scale")]
     apply_all(patches)
     assert stub.scale(3) == 7 and stub.scale.__wrapped__ is scale
@@ -60,7 +60,7 @@ def test_apply_and_revert_restore_the_original(stub):
 
 
 def test_importers_get_the_replacement(stub, monkeypatch):
-    """A loop that had imported a function by name kept the original: saves of Bridge failed."""
+    """Modules that imported a function by name get its replacement too."""
     monkeypatch.setattr(scale, "__module__", "stub_megatron")
     importer = types.ModuleType("megatron.importer")
     importer.scale, importer.times, importer.other = scale, scale, len
@@ -82,7 +82,7 @@ def test_importers_get_the_replacement(stub, monkeypatch):
 
 
 def test_patch_waits_for_the_import_of_its_module(stub, monkeypatch):
-    """Megatron-Bridge may be imported after enable(), and is verified then."""
+    """A patch of a module that is imported later is verified and applied then."""
     waiting = [_patch("scale"), dataclasses.replace(_patch("scale"), symbol="not_imported:scale")]
     monkeypatch.setattr(patching, "PATCHED", patching.Patches(waiting=waiting))
     patching.apply_to_imported()
@@ -98,7 +98,7 @@ def test_patch_waits_for_the_import_of_its_module(stub, monkeypatch):
 
 
 def test_static_method_stays_one(stub):
-    """Megatron calls one through instances, which would pass themselves to a plain function."""
+    """A patched static method stays one, as Megatron calls it through instances."""
     stub.Holder.scale = staticmethod(scale)
     patches = [_patch("Holder.scale")]
     assert patches[0].problems() == []
@@ -120,13 +120,13 @@ def test_static_method_stays_one(stub):
     ],
 )
 def test_mismatch_names_symbol_expected_and_found(stub, name, relied_on, message):
-    """A line of the source that is relied on must stay."""
+    """A missing symbol, or another source line, is named as expected and found."""
     problems = _patch(name, **relied_on).problems()
     assert len(problems) == bool(message) and message in "".join(problems)
 
 
 def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
-    """It would be ignored: --muon-use-syrk of later releases is known, and chooses a backend."""
+    """A later argument of upstream's Muon is refused unless this package knows it."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
     from megatron_muon.mcore.relied_on import relied_on_problems
@@ -156,7 +156,7 @@ class Later:
 
 
 def test_change_that_a_release_has_made_is_not_made_again(stub):
-    """Found by a text of the class, also of another method; without it the change is needed."""
+    """A repair is left out where the source of the class shows that upstream has made it."""
     stub.Later = Later
     repaired = dataclasses.replace(_patch("Later.scale"), repaired_text="def own_norm(")
     assert repaired.is_repaired() and not _patch("Later.scale").is_repaired()
@@ -166,7 +166,7 @@ def test_change_that_a_release_has_made_is_not_made_again(stub):
 
 
 def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
-    """Restoring under a later wrapper would silently undo it, so nothing is restored."""
+    """Nothing is restored under a later wrapper, which would undo it."""
     patches = [_patch("Holder.scale"), _patch("scale")]
     apply_all(patches)
     ours = stub.Holder.scale
@@ -222,7 +222,7 @@ def test_enable_refuses_a_misfit_of_any_package(monkeypatch, package, found):
     ],
 )
 def test_untested_versions_in_the_ranges_are_accepted_and_named(caplog, changes, is_warned):
-    """A patch release, or a container's build, is tried: its symbols are verified all the same."""
+    """Untested versions within the ranges are accepted with a warning."""
     installed = {**GOOD_VERSIONS, **changes}
     assert versions.version_problems(installed) == []
     versions.warn_where_untested(installed)
@@ -239,10 +239,7 @@ megatron_muon.enable()
 
 
 def test_version_is_read_from_the_package_that_would_be_imported(tmp_path):
-    """A Megatron-LM checkout before the wheel on the path; nothing of it is imported.
-
-    Importing this package imports neither torch nor megatron.
-    """
+    """The version is read from the first megatron on the path, and nothing is imported."""
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -304,13 +301,13 @@ def _enable_and_disable() -> None:
 
 @pytest.mark.ranks
 def test_enable_is_idempotent_reversible_and_all_or_nothing():
-    """On the real megatron-core."""
+    """enable() can be repeated and taken back, and a refusal changes nothing."""
     run_ranks(1, _enable_and_disable).check()
 
 
 @pytest.mark.skipif(not megatron.core.__version__.startswith("0.19"), reason="of that release")
 def test_diffs_of_the_pull_requests_apply_to_the_release(tmp_path):
-    """Each alone, and all together."""
+    """The diffs of patches/ apply to the release, each alone and all together."""
     diffs = sorted((ROOT / "patches" / "core_v0.19.2").glob("*.patch"))
     release = Path(megatron.core.__file__).parents[2]
     for group in (*([diff] for diff in diffs), diffs):

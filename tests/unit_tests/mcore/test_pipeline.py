@@ -71,7 +71,7 @@ ADAM_ON_V2 = (*V2, "--optimizer", "adam")
     ],
 )
 def test_stages_fail_without_the_repair(repair, world_size, zero, flags, said):
-    """What upstream does, with every optimizer."""
+    """Pipeline stages fail without each repair, with every optimizer."""
     run = launch(
         world_size,
         fsdp_toy_gpt(ZERO[zero], *flags, *microbatches(2, world_size, flags)),
@@ -89,7 +89,7 @@ def ddp_losses(*flags: str) -> list[float]:
 
 @pytest.mark.slow
 def test_tied_embeddings_differ_without_the_repair():
-    """Shards of two stages hold other rows: ranks stop at other shapes, or train something else."""
+    """Shards of tied embeddings fail or train something else without the repair."""
     flags = (*PP, TIED, *HIGH)
     arguments = fsdp_toy_gpt(ZERO[3], *flags, *microbatches(2, 4, flags))
     before = functools.partial(without, "_allreduce_embedding_grad")
@@ -110,7 +110,7 @@ def _align(is_refused: bool) -> None:
 
 @pytest.mark.slow
 def test_aligned_gradients_of_stages_are_refused():
-    """The last stages never reduced theirs, and losses were others without a word."""
+    """Alignment of gradients over stages, which drops those of the last, is refused."""
     aligned = fsdp_toy_gpt(ZERO[1], *PP, *HIGH)
     with pytest.raises(AssertionError) as caught:
         train(4, aligned, 2, before=functools.partial(_align, True))
@@ -121,7 +121,7 @@ def test_aligned_gradients_of_stages_are_refused():
 
 
 def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
-    """A view alone would leave the memory to the tensor that it is a view of."""
+    """Freed outputs give up the memory of their views and keep their graph."""
 
     def original(out: Any, is_on: bool = False) -> None:
         raise AssertionError("no view")
@@ -150,7 +150,7 @@ def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
 
 
 def test_layers_of_a_stage_have_their_index_in_the_model():
-    """The fifth and sixth layer of a model; other lists of layers keep their numbers."""
+    """Layers of a stage have the index in the whole model, and other lists keep their numbers."""
     chunk = torch.nn.Module()
     chunk.config = types.SimpleNamespace(pipeline_model_parallel_size=2)
     chunk.module = torch.nn.Module()

@@ -156,12 +156,12 @@ results = cached_cases(CASES)
     ],
 )
 def test_rows_have_the_bits_of_upstreams_clip(world_size, name):
-    """Main weights, by the largest logits of all data-parallel ranks, in one reduction."""
+    """Row shards are clipped to upstream's bits by the largest logits of all ranks."""
     assert results(world_size)[name] == [[]] * world_size
 
 
 def test_models_of_scripts_are_ignored_or_refused():
-    """Any module may be inside; what upstream's clip fails on fails in the first step."""
+    """Models without a configuration are ignored, and what upstream cannot clip is refused."""
     for nothing, refusal in results(2)["any module"]:
         assert nothing == "nothing"
         assert "--qk-clip --attention-output-gate" in refusal

@@ -66,7 +66,7 @@ def _step_blocks(world_size: int) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", GRIDS)
 def test_blocks_have_the_bits_of_upstreams_split(world_size):
-    """Heads are not joined over tensor-parallel ranks, other blocks are."""
+    """Blocks have upstream's bits, joined over tensor-parallel ranks unless they are heads."""
     assert run_ranks(world_size, _step_blocks, world_size).check().results == [[]] * world_size
 
 
@@ -145,10 +145,7 @@ MLA = {"latent.linear_q_proj.weight": (5, 3), "latent.linear_kv_up_proj.weight":
     ids=str,
 )
 def test_parameters_are_tagged_by_the_module_that_holds_them(splits, expected):
-    """By default what upstream tags; each flag adds its own, and heads are attention's alone.
-
-    Tensor-parallel ranks do not join heads, which are marked; gate and up they do.
-    """
+    """Each flag tags the parameters of its modules, and heads of attention alone are marked."""
     from megatron_muon.mcore.splits import tag_blocks
 
     chunk = _modules()
@@ -165,7 +162,7 @@ def test_parameters_are_tagged_by_the_module_that_holds_them(splits, expected):
 
 
 def test_parts_of_a_query_group_stay_whole_or_are_refused():
-    """A tensor-parallel rank with less than a query group: upstream leaves it whole."""
+    """A part of a query group stays whole, or is refused per head."""
     from megatron_muon.mcore.splits import tag_blocks
 
     chunk = _modules()
@@ -176,7 +173,7 @@ def test_parts_of_a_query_group_stay_whole_or_are_refused():
 
 
 def test_rows_of_heads_and_halves():
-    """Of two query groups with two queries, a gate of each, a key and a value; by hand."""
+    """Rows of heads and halves are those counted by hand."""
     assert all_heads((8, 8, 4, 4), 48, 4) == (4, 4, 4, 4, 4, 4) * 2
     assert all_heads((5, 3), 24) == (5, 3, 5, 3, 5, 3)
     assert halves(14) == (7, 7)

@@ -78,7 +78,7 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_gram_form_is_the_polynomial(shape, coefficient_type):
-    """In fp32 to 1e-3 of the norm; the standard form has 1e-5. Gram matrices square errors."""
+    """The Gram form in fp32 is the polynomial to 1e-3 of the norm, as it squares errors."""
     steps = {"deepseekv4": 10, "aol": 4}.get(coefficient_type, 5)
     stack = normalized(torch.randn(3, *shape))
     of = settings(steps, coefficient_type, is_bf16=False)
@@ -90,10 +90,7 @@ def test_gram_form_is_the_polynomial(shape, coefficient_type):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
-    """The Gram form in fp32 and rounded once is closer than any bf16 steps.
-
-    Of fp32 messages, which the backend normalizes, results are bf16-valued fp32, as upstream's.
-    """
+    """Errors of each backend in bf16 stay below those of the standard form's five steps."""
     stack = torch.randn(4, 48, 192)
     found = orthogonalized(normalized(stack).bfloat16(), backend)
     assert found.dtype == torch.bfloat16
@@ -109,7 +106,7 @@ def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
 
 @pytest.mark.parametrize("coefficient_type", ["quintic", "simple", "polar_express", "cans"])
 def test_fp16_is_closer_than_bf16_and_needs_its_restarts(coefficient_type):
-    """Singular values 1 / i^2: small ones are what rounding turns negative."""
+    """The Gram form in fp16 is closer than bf16, but not without its restarts."""
     n = 128
     u, v = (torch.linalg.qr(torch.randn(size, n, dtype=torch.float64))[0] for size in (n, 512))
     s = torch.arange(1, n + 1, dtype=torch.float64) ** -2
@@ -140,7 +137,7 @@ def test_fp16_is_closer_than_bf16_and_needs_its_restarts(coefficient_type):
 )
 @hypothesis_settings(max_examples=60)
 def test_sign_and_powers_of_two_change_nothing_else(n, m, power, backend, seed):
-    """NS(-X) = -NS(X) and NS(2^k X) = NS(X), bit for bit: the norm takes both."""
+    """Signs and powers of two of a matrix change no other bit of its result."""
     stack = torch.randn(2, n, m, generator=torch.Generator().manual_seed(seed))
     of = settings(is_bf16=False)
     found = orthogonalized(stack, backend, of=of, is_normalized=False)
@@ -156,7 +153,7 @@ def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_zeros_slot_and_neighbours_stay_apart(backend):
-    """A matrix is the same wherever it is in a stack, and whatever is beside it."""
+    """A result does not depend on the place in a stack, nor on NaN and zeros beside it."""
     stack = normalized(torch.randn(4, 24, 40)).bfloat16()
     expected = orthogonalized(stack, backend)
     _assert_same(orthogonalized(stack.flip(0), backend).flip(0), expected)
@@ -194,10 +191,7 @@ def _run_parts(shape: tuple[int, int], is_normalized: bool, coefficients: str) -
 
 @pytest.mark.ranks
 def test_parts_of_a_split_matrix_are_those_of_the_whole():
-    """Gram matrices add up in another order; a part of a tall matrix may itself be wide.
-
-    The collectives are as many as the cost model counts.
-    """
+    """Parts of a split matrix have the result of the whole with as many collectives as counted."""
     cases = [
         ((24, 96), True, "quintic"),
         ((96, 24), True, "polar_express"),
@@ -226,10 +220,7 @@ def test_operations_are_those_of_the_form(backend, expected):
 
 @pytest.mark.parametrize("coefficient_type", ["quintic", "polar_express"])
 def test_products_are_as_many_as_counted(coefficient_type):
-    """The cost model asks no more of the Gram form than it does, in fp32 sums on any machine.
-
-    Under "medium", which a step sets, some CPUs multiply fp32 in bf16.
-    """
+    """The Gram form has the products that the cost model counts, in fp32 under any precision."""
     precisions = []
 
     def counted(function):
@@ -255,7 +246,7 @@ def test_products_are_as_many_as_counted(coefficient_type):
 
 
 def test_sums_of_the_gram_form_are_fp32_on_a_gpu():
-    """It may add in fp16."""
+    """The Gram form adds in fp32 even if torch may add fp16 products in fp16."""
     flags = torch.backends.cuda.matmul
     names = ("accumulation", "reduced_precision_reduction", "reduced_precision_reduction_split_k")
 
@@ -306,7 +297,7 @@ def test_kernels_take_the_shapes_they_can_load(choice, shape, num_parts, expecte
 
 
 def test_what_a_machine_lacks_is_said():
-    """By name, with what was expected and what came."""
+    """A backend names what a machine lacks, with what is expected."""
     gpu, of = torch.device("cuda", 0), settings()
     precision, no_gpu = Symmetric().problems(settings(is_bf16=False), CPU)
     assert precision.startswith("expected fp32_matmul_prec medium")
@@ -340,7 +331,7 @@ def test_kernels_are_compared_with_torch_at_construction(backend):
 
 
 def test_triton_is_tuned_over_six_configurations(monkeypatch):
-    """All 180 of a shape took minutes at construction, while other ranks waited."""
+    """Triton tunes six configurations, as 180 of a shape take minutes."""
     kernel = triton_kernels.syrk.syrk_kernel_bf16
     configs = [
         triton.Config(dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=True)) | group, *rest)
@@ -364,7 +355,7 @@ def test_triton_is_tuned_over_six_configurations(monkeypatch):
 
 
 def test_unaligned_stack_is_copied():
-    """Stacks lie end to end in memory: only the first is aligned for sure."""
+    """A stack that begins at an unaligned address is copied for the kernels."""
     memory = torch.empty(3 + 16 * 32, dtype=torch.bfloat16)
     stack = memory[3:].view(1, 16, 32).copy_(normalized(torch.randn(1, 16, 32)))
     assert stack.data_ptr() % 16

@@ -36,7 +36,7 @@ def _drawn(count: int, shape: tuple[int, int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_stack_equals_upstream_matrix_by_matrix(shape):
-    """Where a matrix is in a stack, and what is beside it, changes no bit of it."""
+    """Place and neighbours in a stack change no bit of a matrix on a GPU."""
     matrices = _drawn(max(2, min(8, MAX_ELEMENTS // (shape[0] * shape[1]))), shape)
     rows = torch.stack([whole_matrices.normalized_bf16(matrix) for matrix in matrices])
     single = orthogonalized(rows[:1])
@@ -58,7 +58,7 @@ def test_stack_equals_upstream_matrix_by_matrix(shape):
 
 @pytest.mark.parametrize("backend", LARGEST_ERRORS)
 def test_backend_is_as_near_to_float64_as_documented(backend):
-    """On spectra with small singular values, of which rounding takes most."""
+    """Errors on spectra with small singular values are as documented."""
     problems = BACKENDS[backend].problems(settings(), device())
     if problems:
         pytest.skip(problems[-1])

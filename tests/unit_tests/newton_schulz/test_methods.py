@@ -19,7 +19,7 @@ from megatron_muon.runtime.moments import Moments
     "shape", [(24, 48), (48, 24), (32, 32), (1, 9), (9, 1), (2, 5000), (300, 200)]
 )
 def test_normuon_of_a_stack_has_the_bits_of_upstream(shape):
-    """Of each matrix, and of its second moments, over three steps.
+    """NorMuon of a stack has upstream's bits of each matrix over three steps.
 
     On a GPU sums of a stack may be in another order than those of a matrix: means of up to 5000
     squares in float32, which a root halves, so that 1e-5 is enough.
@@ -53,7 +53,7 @@ def _layout(blocks: tuple[tuple[int, int], ...]) -> MatrixLayout:
 
 
 def test_moments_of_a_stack_are_those_of_its_blocks():
-    """Query, key and value of two matrices: tall and wide blocks are in stacks of their own."""
+    """Moments of a stack are those of its blocks, tall and wide ones apart."""
     blocks = ((8, 4), (2, 4), (2, 4))
     moments = Moments(
         [_layout(((3, 3),)), _layout(blocks), _layout(blocks)],

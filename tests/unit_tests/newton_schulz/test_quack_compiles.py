@@ -50,11 +50,7 @@ print(len(kernels), "kernels,", *{dtype.__name__ for key in kernels for dtype in
 @pytest.mark.skipif(find_spec("quack") is None, reason="needs quack-kernels")
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_kernels_compile_for_the_calls_of_gram_symmetric(architecture):
-    """Gram matrices of wide and of tall stacks, R R plus a multiple of R, and P Q plus Q, in fp16.
-
-    That is as much of quack as can be checked without a GPU: arguments, dtypes and strides that its
-    kernels take. Their numbers are checked at construction, on the GPU.
-    """
+    """Quack's kernels compile for the arguments, dtypes and strides of all calls."""
     names = {"QUACK_ARCH": architecture, "CUTE_DSL_ARCH": architecture}
     found = subprocess.run(
         [sys.executable, "-c", _PROGRAM],

@@ -47,10 +47,7 @@ def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient
 
 @pytest.mark.parametrize("shape", [*SHAPES, (32, 8), (4, 16)])
 def test_result_is_independent_of_the_other_matrices_in_a_stack(shape):
-    """Results on any number of ranks are the same, whatever else an owner has or padding holds.
-
-    Between stack sizes the last bits may differ: on a CPU for (32, 8), for one.
-    """
+    """A result does not depend on what else an owner has, or padding holds."""
     stack = torch.stack([normalized_bf16(x) for x in torch.randn(4, *shape, device=device())])
     expected = orthogonalized(stack)
     assert torch.equal(orthogonalized(stack.flip(0)), expected.flip(0))
@@ -76,7 +73,7 @@ def test_fp32_stack_is_upstreams_function(shape, precision):
 
 
 def test_least_norm_is_that_of_the_installed_release(monkeypatch):
-    """Another one in emerging-optimizers 0.4: matrices of zeros would be divided by another."""
+    """The least norm is that of the installed emerging-optimizers."""
     for eps in (1e-7, 1e-15):
         least_norm.cache_clear()
         monkeypatch.setattr(muon_utils, "newton_schulz", lambda x, eps=eps: x)
@@ -86,7 +83,7 @@ def test_least_norm_is_that_of_the_installed_release(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(48, 24), (3, 48, 24), (130, 67)])
 def test_steps_of_tall_matrices_are_those_of_transposed_ones(shape):
-    """In float64, where rounding hides nothing."""
+    """Steps of tall matrices equal those of transposed ones in float64."""
     x = torch.randn(shape, dtype=torch.float64) / 40
     step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
     expected = step(x.mT, 3.4, -4.8, 2.0).mT
@@ -94,7 +91,7 @@ def test_steps_of_tall_matrices_are_those_of_transposed_ones(shape):
 
 
 def test_tall_matrices_are_transposed_where_bits_would_change():
-    """The comparison sees a last bit; kernels of CPUs choose by themselves, so both are given."""
+    """Tall matrices are transposed if their steps differ in a single bit."""
     shape, cpu = torch.Size((64, 32)), torch.device("cpu")
 
     def upstream(x: torch.Tensor, *coefficients: float) -> torch.Tensor:
@@ -114,7 +111,7 @@ def test_tall_matrices_are_transposed_where_bits_would_change():
 
 
 def test_workspace_of_a_part_has_the_gram_matrix_of_the_whole():
-    """Of 4096 x 14336 over eight owners: 1,792 columns are fewer than rows."""
+    """The workspace of a part counts Gram matrices as large as the whole's."""
     part = torch.empty(1, 4096, 1792, dtype=torch.bfloat16, device="meta")
     expected = 2 * (3 * 4096 * 1792 + 3 * 4096**2)
     assert standard.Standard().workspace_bytes(part, (4096, 14336)) == expected
@@ -154,21 +151,21 @@ def _drawn(shape: tuple[int, ...]) -> torch.Tensor:
      (3, 15, 256), (5, 64, 130)],
 )  # fmt: skip
 def test_stack_has_the_bits_of_single_matrices(shape):
-    """Whatever the CPU: 32 matrices of 8 x 8 in one product differed on an AMD EPYC."""
+    """A stack has the bits of single matrices on any CPU."""
     stack = _drawn(shape)
     assert torch.equal(_run(stack), _one_by_one(stack))
 
 
 @pytest.mark.cpu_only
 def test_other_backends_are_not_batched_on_a_cpu():
-    """Results must not depend on what else a rank owns."""
+    """Results of other backends on a CPU do not depend on what else a rank owns."""
     stack = _drawn((4, 24, 40))
     assert torch.equal(_run(stack, "gram")[:2], _run(stack[:2], "gram"))
 
 
 @pytest.mark.cpu_only
 def test_stacks_of_odd_shapes_begin_at_16_bytes():
-    """A GPU chooses kernels by alignment, and a matrix alone is aligned."""
+    """Stacks begin at 16 bytes, as a GPU chooses kernels by alignment."""
     shapes = ((3, 5), (7, 1), (16, 8), (9, 11))
     stacks = [tuple(Part(i, number, (0,), 0, 0, rows, 0, cols) for i in range(2))
               for number, (rows, cols) in enumerate(shapes)]  # fmt: skip

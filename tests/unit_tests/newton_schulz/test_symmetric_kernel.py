@@ -67,10 +67,7 @@ def _relative(found: Any, exact: Any) -> float:
 
 @pytest.mark.slow
 def test_interpreted_kernel_has_the_numbers_of_full_products():
-    """Both halves, also where tiles end outside of the matrix; and five steps with them.
-
-    bf16 rounds by 2^-9 of an element. Products of five steps add up to less than 1 % of the norm.
-    """
+    """The interpreted kernel has the numbers of full products up to rounding to bf16."""
     # A process of its own: Triton reads the variable when it is imported.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "unit_tests")])
     run = run_command(sys.executable, __file__, env={"TRITON_INTERPRET": "1", "PYTHONPATH": paths})

@@ -25,13 +25,13 @@ def _matrices(number: int, rows: int = 32) -> list:
 
 @pytest.mark.parametrize(("number", "expected"), [(2, 1), (8, 4), (32, 16), (100, 16)])
 def test_longest_matrix_limits_the_number_of_buckets(number, expected):
-    """Two ranks own half of the matrices each; more than 16 buckets gain little."""
+    """No bucket is shorter than the longest matrix, and there are at most 16."""
     plan = plan_of(_matrices(number), FREE)
     assert len(plan.buckets) == expected == plan.order.num_buckets
 
 
 def test_small_matrices_are_exchanged_in_few_buckets():
-    """On 4 ranks a step of small matrices once took 198 ms in 16 buckets, and 147 ms in one."""
+    """Small matrices share a bucket, since collectives would cost more than overlap gains."""
     assert len(plan_of(_matrices(100), UNSTACKED).buckets) == 1
     # A bucket of 50 matrices is worth its two collectives, 50 of one are not.
     half_ns = 25 * matrix_ns(_matrices(1)[0], FREE)
@@ -40,14 +40,14 @@ def test_small_matrices_are_exchanged_in_few_buckets():
 
 
 def test_one_long_matrix_makes_one_bucket():
-    """No bucket can be shorter than it; in others its owner would have nothing to do."""
+    """One long matrix makes one bucket, as its owner has nothing to do in others."""
     plan = plan_of([*_matrices(4), one_matrix([2048, 2048], num_cols=2048)], UNSTACKED)
     assert len(plan.buckets) == 1
 
 
 @given(matrix_lists(max_matrices=12), st.sampled_from([1, 2, 3, 5]))
 def test_work_of_every_owner_is_balanced_over_buckets(matrices, num_buckets):
-    """By the longest of its matrices at most they differ."""
+    """Buckets of an owner differ by its longest matrix at most."""
     plan = plan_of(matrices, max_owners=1, num_buckets=num_buckets)
     assert len(plan.buckets) <= num_buckets
     indices = [*plan.local, *(index for bucket in plan.buckets for index in bucket)]
@@ -66,7 +66,7 @@ def test_work_of_every_owner_is_balanced_over_buckets(matrices, num_buckets):
 
 
 def test_number_of_buckets_doubles_while_memory_is_short():
-    """A bucket more needs two collectives more, so none is added without need."""
+    """Buckets double while memory is short, and no further."""
     plans = [plan_of(_matrices(64), FREE)]
     while not plans[1:] or plans[-1].staging_bytes < plans[-2].staging_bytes:
         plans.append(plan_of(_matrices(64), FREE, staging_bytes=plans[-1].staging_bytes - 1))
@@ -76,7 +76,7 @@ def test_number_of_buckets_doubles_while_memory_is_short():
 @settings(max_examples=20)
 @given(matrix_lists(), st.sampled_from([5000, 10_000, 20_000, 2**31]))
 def test_memory_named_for_a_limit_that_cannot_be_kept_is_enough(matrices, staging_bytes):
-    """A refusal once named a limit that was refused as well."""
+    """The limit that a refusal names is enough."""
     plan = plan_of(matrices, staging_bytes=staging_bytes)
     enough = max(staging_bytes, plan.staging_bytes)
     assert plan_of(matrices, staging_bytes=enough).staging_bytes <= enough
@@ -84,10 +84,7 @@ def test_memory_named_for_a_limit_that_cannot_be_kept_is_enough(matrices, stagin
 
 @pytest.mark.parametrize("cells", [[(0,), (1,)], [(0, 2), (1, 3)]])
 def test_choosing_buckets_ends_whatever_the_limit(cells):
-    """A search once began again with one byte less for every plan that it found too large.
-
-    Its successor laid out 64 times 64 scatters for a limit that cannot be kept: 221 s on 16 ranks.
-    """
+    """The search for buckets lays out few plans of at most 64 buckets, whatever the limit."""
     layout = rows_cut_at(64, 64, [32, 32])
     matrices = [whole_matrix(f"{i}.weight", layout, [cells]) for i in range(200)]
     with mock.patch.object(StagingLayout, "build", wraps=StagingLayout.build) as build:

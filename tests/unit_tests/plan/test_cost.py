@@ -13,14 +13,14 @@ PRODUCTS = CostModel(tflops=1, half_rate_side=0, kernel_us=0, all_reduce_us=0, g
 
 
 def test_text_changes_the_rates_that_it_names():
-    """The rest stays as it is for the machine."""
+    """A text changes the rates that it names, and no others."""
     cost = CostModel.parse("tflops=700,ranks_per_node=4", CPU_RANKS)
     assert (cost.tflops, cost.ranks_per_node, cost.gbps) == (700.0, 4, CPU_RANKS.gbps)
     assert CostModel.parse("") == CostModel()
 
 
 def test_newton_schulz_time_follows_operations_and_parts():
-    """5 (4 m n^2 + 2 n^3) operations; a split divides the first term and adds all-reduces."""
+    """A split divides the products with the longer side, and adds all-reduces."""
     m, n = 4096, 1024
     assert PRODUCTS.newton_schulz_ns(m, n) == round(5 * (4 * m * n * n + 2 * n**3) / 1000)
     assert PRODUCTS.newton_schulz_ns(m, n) == PRODUCTS.newton_schulz_ns(n, m)
@@ -31,7 +31,7 @@ def test_newton_schulz_time_follows_operations_and_parts():
 
 
 def test_small_matrices_run_at_a_lower_rate():
-    """One rate for all shapes was the default: it made small matrices too short."""
+    """Rates fall with the size of a matrix."""
     cost = CostModel(kernel_us=0)
     for side in (512, 1350, 8192):
         rate = cost.work(side, side).flops / cost.newton_schulz_ns(side, side) / 1000
@@ -40,7 +40,7 @@ def test_small_matrices_run_at_a_lower_rate():
 
 
 def test_stacks_fill_a_gpu_and_are_powers_of_two():
-    """About 1024 tiles of 128 x 128; the longer side does not count."""
+    """A stack has about 1024 tiles of 128 x 128 and a power of two of matrices."""
     sides = {64: 32, 512: 32, 1024: 16, 1536: 8, 2048: 4, 3072: 2, 4096: 1, 8192: 1}
     assert {n: CostModel().stack_size(n, 8192) for n in sides} == sides
     assert [CPU_RANKS.stack_size(n, n) for n in (8, 128, 256, 512, 1024)] == [32, 32, 8, 2, 1]
@@ -50,7 +50,7 @@ def test_stacks_fill_a_gpu_and_are_powers_of_two():
 
 
 def test_links_within_a_node_are_those_of_consecutive_ranks():
-    """Ranks 0 to 7 share a node, rank 8 is on the next one."""
+    """Consecutive ranks share a node and its links."""
     cost = CostModel(gbps=450, gbps_between_nodes=45)
     assert cost.share_a_node([0, 3, 7]) and not cost.share_a_node([7, 8])
     assert cost.messages_ns(450_000, 45_000) == 1000 + 1000
@@ -63,7 +63,7 @@ def test_links_within_a_node_are_those_of_consecutive_ranks():
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5), st.sampled_from([1, 2, 8]), st.booleans())
 def test_every_estimate_is_an_integer(rows, cols, num_parts, on_node):
-    """Sums of floats depend on their order, and ranks of one job must agree on them."""
+    """Every estimate is an integer, so that ranks agree whatever the order of sums."""
     cost = CostModel()
     found = [
         cost.newton_schulz_ns(rows, cols, num_parts, on_node=on_node),
@@ -75,7 +75,7 @@ def test_every_estimate_is_an_integer(rows, cols, num_parts, on_node):
 
 
 def test_gpus_that_are_not_known_count_as_the_nearest():
-    """By the major number of the compute capability: A100, H100, B200."""
+    """A GPU has the rates of the nearest known compute capability."""
     rates = [gpu_rates(major).tflops for major in (7, 8, 9, 10, 12)]
     assert rates == sorted(rates) and len(set(rates)) == 3
     assert gpu_rates(9) == CostModel()

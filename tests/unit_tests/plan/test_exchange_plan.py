@@ -17,7 +17,7 @@ from megatron_muon.plan.exchange_plan import staging_problem
 @settings(max_examples=30)
 @given(matrix_lists(), st.sampled_from([1, 5000, 2**31]), st.sampled_from([1, 8]))
 def test_plan_is_the_same_whatever_ranks_share_of_their_layouts(matrices, limit, max_owners):
-    """A rank builds its plan from its own objects, be they one for all layers or one for each."""
+    """A plan does not depend on whether layers share one layout object."""
     plan = plan_of(matrices, staging_bytes=limit, max_owners=max_owners)
     for matrix in matrices:
         assert matrix.elements_by_rank
@@ -45,7 +45,7 @@ def test_plans_that_differ_have_different_entries():
 
 
 def test_matrix_that_a_rank_lacks_is_the_first_difference():
-    """It changes the owners of others, of which rank 1 was said to differ."""
+    """A missing matrix is named before the owners that it changes."""
     here, there = (_plan_of_rows([5, 3], names).entries() for names in ("abc", "ac"))
     (first, *_) = (pair for pair in zip(here, there, strict=False) if pair[0] != pair[1])
     assert [line.partition(" ")[0] for line in first] == ["b.weight", "c.weight"]
@@ -54,7 +54,7 @@ def test_matrix_that_a_rank_lacks_is_the_first_difference():
 @settings(max_examples=15)
 @given(matrix_lists(), matrix_lists())
 def test_refusal_names_a_limit_that_works(first, second):
-    """Two plans share a limit equally."""
+    """The limit named for two plans, which share it equally, works."""
 
     def planned(limit: int) -> tuple[list[ExchangePlan], int]:
         """Plan one after the other, as ranks do."""

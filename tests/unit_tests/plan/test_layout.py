@@ -45,7 +45,7 @@ def test_shards_cover_every_row_once(case):
 
 
 def test_last_axis_of_the_mesh_shards_first():
-    """HFSDP: consecutive rows are on the same inner rank of different instances."""
+    """Consecutive rows of HFSDP are on the same inner rank of different instances."""
     holders = holders_of_segments((2, 3), [10, 11, 12, 20, 21, 22], (0, 1))
     assert holders == [(10,), (20,), (11,), (21,), (12,), (22,)]
     found = rows_in_buffer(holders, 24, 4, 8, 2)
@@ -53,7 +53,7 @@ def test_last_axis_of_the_mesh_shards_first():
 
 
 def test_ranks_that_differ_in_other_axes_are_replicas():
-    """HSDP has as many replicas as instances, ZeRO-0 as ranks."""
+    """Ranks that differ in axes that do not shard are replicas."""
     assert holders_of_segments((2, 2), [0, 1, 2, 3], (1,)) == [(0, 2), (1, 3)]
     everyone = holders_of_segments((2, 2), [0, 1, 2, 3], ())
     assert everyone == [(0, 1, 2, 3)]
@@ -61,7 +61,7 @@ def test_ranks_that_differ_in_other_axes_are_replicas():
 
 
 def test_ranks_outside_of_the_matrix_are_left_out():
-    """Of thousands of ranks a matrix is on a few, and the others cost nothing."""
+    """Ranks that hold nothing of a matrix are left out."""
     ranks = [(rank,) for rank in range(50)]
     assert rows_in_buffer(ranks, 400, 100, 3, 4) == {12: (0, 1), 13: (1, 3)}
 
@@ -74,7 +74,7 @@ def test_shards_inside_a_row_are_refused():
 
 @pytest.mark.parametrize("rows", [((0, 2), (3, 4)), ((0, 2), (1, 4)), ((0, 2), (2, 3))])
 def test_boxes_with_gaps_overlaps_or_missing_rows_are_refused(rows):
-    """A layout that loses or repeats a row is an error at construction."""
+    """A layout that loses or repeats a row is refused at construction."""
     boxes = {rank: (each, (0, 2)) for rank, each in enumerate(rows)}
     found = tile((4, 2), OutputSlice(RowRange(0, 4)), boxes)
     with pytest.raises(ValueError, match="expected regions with 8 elements in all"):

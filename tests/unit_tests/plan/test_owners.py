@@ -55,7 +55,7 @@ def _loads(matrices: Sequence[MatrixLayout], found: Assignment, cost: CostModel)
 
 @given(matrix_lists(), COSTS, LOADS, st.sampled_from([1, 2, 8]))
 def test_owners_are_ranks_of_the_domain_and_loads_are_their_sums(matrices, cost, before, parts):
-    """A power of two of consecutive ranks for every matrix."""
+    """Owners are powers of two of ranks of the domain, and loads are sums."""
     found = _assignment(matrices, cost, parts, before)
     for matrix, owners in zip(matrices, found.owners, strict=True):
         assert len(owners) in (1, 2, 4, 8) and len(owners) <= parts
@@ -82,7 +82,7 @@ def test_no_rank_has_much_more_than_its_share(matrices, cost, before):
 
 @given(matrix_lists(), COSTS, LOADS)
 def test_owners_do_not_depend_on_which_layouts_are_one_object(matrices, cost, before):
-    """A rank may build equal layouts one by one, or use one object: no sum depends on it."""
+    """Owners do not depend on which equal layouts are one object."""
     copies = []
     for matrix in matrices:
         copy = dataclasses.replace(matrix)
@@ -95,7 +95,7 @@ def test_owners_do_not_depend_on_which_layouts_are_one_object(matrices, cost, be
 
 
 def test_ranks_that_are_busy_elsewhere_get_less():
-    """Four equal matrices on two ranks, one of which has as much to do with experts."""
+    """Ranks that are busy with experts get fewer dense matrices."""
     matrices = [one_matrix([33, 31])] * 4
     busy = {0: 4 * matrix_ns(matrices[0], CostModel())}
     assert _owners(matrices, initial_load_ns=busy) == ((1,),) * 4
@@ -103,13 +103,13 @@ def test_ranks_that_are_busy_elsewhere_get_less():
 
 
 def test_matrices_stay_on_a_rank_that_holds_them_whole():
-    """Where balance has nothing to gain, nothing travels that need not."""
+    """Matrices stay on a rank that holds them whole unless balance gains."""
     matrices = [one_matrix(rows) for rows in ([64, 0], [0, 64], [60, 4], [4, 60])]
     assert _owners(matrices) == ((0,), (1,), (0,), (1,))
 
 
 def test_whole_experts_stay_unless_an_exchange_costs_less():
-    """Six experts on four ranks: four collectives moved 590 kB to shorten 3.4 ms by a sixth."""
+    """Whole experts stay on their ranks unless an exchange costs less than it gains."""
     small, large = (
         [
             one_matrix([side * (rank == number // 4) for rank in range(4)], num_cols=side)
@@ -126,17 +126,14 @@ def test_whole_experts_stay_unless_an_exchange_costs_less():
 
 
 def test_holders_share_out_what_only_few_ranks_hold():
-    """Llama-3-70B under tensor parallelism: the matrices of a shape have few holders.
-
-    By held rows alone all of them would go to the largest one, whose link would be the slowest.
-    """
+    """Matrices that few ranks hold are shared out among them, not all given to one."""
     matrices = [one_matrix([33, 31, 0, 0], num_cols=4096)] * 2 + [one_matrix([16] * 4)] * 64
     owners = _owners(matrices, CostModel(kernel_us=100))
     assert sorted(owners[:2]) == [(0,), (1,)]
 
 
 def test_matrix_longer_than_a_fair_share_is_split_if_that_pays():
-    """One large matrix on eight ranks is; a tiny one, whose all-reduces take longer, is not."""
+    """A matrix longer than a fair share is split, unless all-reduces cost more."""
     large = one_matrix([2048] * 8, num_cols=4096)
     assert _owners([large]) == (tuple(range(8)),)
     assert [len(_owners([large], max_owners=parts)[0]) for parts in (2, 1)] == [2, 1]
@@ -144,10 +141,7 @@ def test_matrix_longer_than_a_fair_share_is_split_if_that_pays():
 
 
 def test_split_matrices_are_assigned_first():
-    """Llama-3-8B on 512 ranks: whole matrices had one rank of a node each.
-
-    Sets of eight then waited for ranks with two matrices, while 32 ranks had none: 26 % longer.
-    """
+    """Split matrices are assigned first, so that their sets of owners are free."""
     large = one_matrix([1024] * 16, num_cols=4096)
     # As long as a part of the large one, and held by one rank of each node for the most part.
     rows = [[0] * rank + [4081 + rank] + [1] * (15 - rank) for rank in (0, 8)]

@@ -19,10 +19,7 @@ from megatron_muon.plan.staging import BucketSizes
 @settings(max_examples=50)
 @given(plans())
 def test_messages_of_two_ranks_match(plan):
-    """What a rank sends to another is what that one expects, route by route, in every bucket.
-
-    Sizes are those that are counted for all ranks at once.
-    """
+    """What a rank sends is what its peer expects, route by route, in the counted sizes."""
     rank_plans = {rank: RankPlan.build(plan, rank) for rank in plan.ranks}
     nothing = BucketSizes(0, 0, 0, 0, 0)
     for number, indices in enumerate(plan.buckets):
@@ -44,12 +41,7 @@ def test_messages_of_two_ranks_match(plan):
 @settings(max_examples=50)
 @given(plans(max_matrices=12))
 def test_every_matrix_is_orthogonalized_by_its_owners_alone_in_one_order(plan):
-    """In stacks of one shape.
-
-    Also one that is split over just the ranks that hold replicas of it: such a matrix once counted
-    as local, and no rank's local matrices held it, so that it was never stepped. Owners of a split
-    matrix all-reduce inside of Newton-Schulz: in any other order they would wait for ever.
-    """
+    """Every matrix is in a stack of its owners alone, which see split ones in one order."""
     found: Counter[tuple[int, int, int]] = Counter()
     orders: dict[tuple[int, tuple[int, ...]], set[tuple]] = defaultdict(set)
     for rank in plan.ranks:
@@ -75,7 +67,7 @@ def test_every_matrix_is_orthogonalized_by_its_owners_alone_in_one_order(plan):
 
 
 def test_matrix_split_over_its_replicas_is_not_local():
-    """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
+    """A matrix split over its replicas is exchanged, and not local."""
     matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
     assignment = Assignment(((0, 1),), {0: 1, 1: 1})
     with mock.patch("megatron_muon.plan.exchange_plan.choose_owners", lambda *_: assignment):
@@ -92,7 +84,7 @@ def test_matrix_split_over_its_replicas_is_not_local():
 @settings(max_examples=15)
 @given(st.lists(matrix_lists(), min_size=1, max_size=2))
 def test_every_local_stack_has_one_turn(lists):
-    """In a round, or at the end; with its memory."""
+    """Every local stack has one turn, in a round or at the end."""
     built = [plan_of(matrices, staging_bytes=1) for matrices in lists]
     for rank in built[0].ranks:
         schedule = RankSchedule.build(built, rank)
@@ -107,7 +99,7 @@ def test_every_local_stack_has_one_turn(lists):
 
 
 def test_local_matrices_are_spread_over_the_rounds_and_the_end():
-    """At the end the last results are in flight: there is time for as many as in a round."""
+    """Local matrices are spread over all rounds and the end."""
     local = [one_matrix([64, 0], name=f"local.{i}") for i in range(8)]
     shared = [one_matrix([32, 32], name=f"shared.{i}") for i in range(20)]
     plan = plan_of([*local, *shared], CostModel(stack_tiles=1), num_buckets=3)

@@ -20,16 +20,12 @@ _COST = CostModel(ranks_per_node=4, stack_tiles=1)
 @settings(max_examples=50)
 @given(matrix_lists(max_matrices=4), st.sampled_from([1, 2]), st.sampled_from([1, 2**31]))
 def test_every_holder_gets_the_result_of_every_element_once(matrices, num_buckets, staging_bytes):
-    """Messages arrive by sender, and sections are passed on; little memory: more buckets."""
+    """Every holder gets the result of each of its elements exactly once."""
     _deliver(matrices, num_buckets, staging_bytes)
 
 
 def test_owners_know_messages_to_other_tensor_ranks():
-    """Joined matrices are owned by any rank, others by those of their tensor rank alone.
-
-    An owner on the other tensor rank once left these out, and sent more than its receiver had room
-    for.
-    """
+    """Owners count the messages that they send to ranks of other tensor ranks."""
     cells = [[(0, 4), (2, 6)], [(1, 5), (3, 7)]]  # by tensor rank and shard
     layout = rows_cut_at(12, 8, [7, 5])
     joined = [whole_matrix(f"joined.{i}", layout, cells, partition_dim=0) for i in range(6)]
@@ -89,7 +85,7 @@ def _held(matrices: list[MatrixLayout], rank: int) -> list[tuple[int, int, int, 
     st.dictionaries(st.integers(0, 30), st.integers(1, 500), min_size=1),
 )
 def test_replicas_have_equal_sections(num_replicas, elements):
-    """A section has a multiple of eight elements, and every result is in one of them."""
+    """Sections of replicas are equal multiples of eight elements, and hold every result once."""
     holders = tuple(range(0, 3 * num_replicas, 3))
     sent: Counter[int] = Counter()
     filled: Counter[int] = Counter()
@@ -107,7 +103,7 @@ def test_replicas_have_equal_sections(num_replicas, elements):
 
 
 def test_owners_send_to_the_replica_of_their_node():
-    """Nothing crosses nodes but what replicas pass on, and what does not fit."""
+    """Owners send to the replica of their node as far as it fits."""
     # Four ranks a node; replicas on both.
     shard = scatter_to((1, 5), {0: 24, 3: 16, 6: 40}, _COST)
     assert shard.section_size == 40

@@ -56,7 +56,7 @@ def test_every_element_reaches_its_owner_once_and_returns(plan):
 
 @pytest.mark.parametrize("start", range(12))
 def test_a_range_of_a_route_is_up_to_three_rectangles(start):
-    """The end of a row, whole rows, the beginning of a row; in the order of the elements."""
+    """A range of a route is at most three rectangles in the order of its elements."""
     route = Route(0, 0, owner=0, source=1, holders=(1,), row=2, num_rows=3, col=5, num_cols=4,
                   local_row=7, local_col=1)  # fmt: skip
     for stop in range(start + 1, 13):
@@ -72,7 +72,7 @@ def test_a_range_of_a_route_is_up_to_three_rectangles(start):
 @pytest.mark.parametrize("ranks_per_node", [1, 4, 8])
 @pytest.mark.parametrize(("num_shards", "num_replicas"), [(1, 8), (2, 2), (8, 2), (8, 4), (6, 3)])
 def test_evenly_spaced_replicas_serve_equally_many_owners(num_shards, num_replicas, ranks_per_node):
-    """Each sends rows to, and gets results of, as many of them as there are shards."""
+    """Each replica serves as many owners as there are shards."""
     cost = CostModel(ranks_per_node=ranks_per_node)
     num_ranks = num_shards * num_replicas
     for shard in range(num_shards):

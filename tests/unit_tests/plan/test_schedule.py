@@ -17,14 +17,14 @@ def _of_plan(orders: list[PlanOrder], plan: int) -> list[tuple[str, int]]:
 
 @given(st.lists(plan_orders(), min_size=1, max_size=3))
 def test_order_of_a_plans_actions_does_not_depend_on_other_plans(orders):
-    """Ranks of one plan may have other plans besides: otherwise they would wait for ever."""
+    """The order of one plan's actions does not depend on other plans of a rank."""
     for plan, order in enumerate(orders):
         assert _of_plan(orders, plan) == _of_plan([order], 0)
 
 
 @given(plan_orders())
 def test_each_action_comes_once_in_order_and_after_what_it_needs(order):
-    """Rows arrive, are orthogonalized, results leave and arrive."""
+    """Each action comes once, after those that it needs."""
     log = _of_plan([order], 0)
     of_bucket = (
         "start_gather",
@@ -52,7 +52,7 @@ def test_each_action_comes_once_in_order_and_after_what_it_needs(order):
 
 @given(st.lists(plan_orders(), min_size=1, max_size=3))
 def test_local_matrices_are_due_while_a_gather_is_in_flight(orders):
-    """Once before each wait for rows, and at the end, while the last results are in flight."""
+    """Local matrices are due before each wait for rows, and at the end."""
     kinds = [action.kind for action in actions_of(tuple(orders))]
     waits = [number for number, kind in enumerate(kinds) if kind == "wait_for_gather"]
     end = len(kinds) - 1 - kinds[::-1].index("local")
@@ -61,6 +61,6 @@ def test_local_matrices_are_due_while_a_gather_is_in_flight(orders):
 
 
 def test_plans_get_through_their_buckets_evenly():
-    """Two buckets of one plan come at a quarter and three quarters of the other's."""
+    """Buckets of a shorter plan are spread evenly among those of a longer one."""
     assert rounds_of([4, 2]) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
     assert rounds_of([0, 2]) == [(1, 0), (1, 1)] and rounds_of([0]) == []

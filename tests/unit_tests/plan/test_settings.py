@@ -24,7 +24,7 @@ from megatron_muon.user_errors import naming_flags
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    """Each names the field, what was expected and what came."""
+    """A refused setting names the field, what is expected and what came."""
     with pytest.raises(ValueError, match=message):
         ExchangeSettings(**settings)
 
@@ -39,7 +39,7 @@ def test_settings_that_cannot_work_are_refused(settings, message):
     ],
 )
 def test_messages_follow_the_precision_of_newton_schulz(comm_dtype, is_bf16, dtypes, num_bytes):
-    """bf16-valued results go back as bf16 with either dtype, without losing a bit."""
+    """Messages have the dtype in which Newton-Schulz computes."""
     found = ExchangeSettings(comm_dtype=comm_dtype).comm_dtypes(is_bf16)
     assert found == CommDtypes(*dtypes)
     assert (found.gather_bytes, found.scatter_bytes, found.norm_bytes) == num_bytes
@@ -48,13 +48,13 @@ def test_messages_follow_the_precision_of_newton_schulz(comm_dtype, is_bf16, dty
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 2_750_000_000), (901, 450)])
 def test_plans_share_the_staging_memory_equally(limit, expected):
-    """Plans of a rank use their buffers in one step, so a limit holds for their sum."""
+    """Plans share the staging limit equally; the last one also gets what the others left."""
     settings = ExchangeSettings(staging_bytes=limit).plan_settings(CostModel(), is_bf16=True)
     assert settings.shared_by(2).staging_bytes == expected
 
 
 def test_errors_name_flags_to_who_set_flags():
-    """Shared code names arguments; under Megatron each stands for a flag."""
+    """Errors name flags under Megatron, and arguments elsewhere."""
     text = "^--muon-fsdp-comm-dtype: .* --muon-fp32-matmul-prec medium.$"
     with pytest.raises(ValueError, match=text), naming_flags():
         ExchangeSettings(comm_dtype="bf16").comm_dtypes(is_bf16=False)

@@ -59,7 +59,7 @@ def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range
 
 @given(_plans())
 def test_buffers_that_are_alive_together_do_not_overlap(plans):
-    """All of them are within the arena, aligned; it is as large as the busiest moment at least."""
+    """Buffers that are alive together are apart, aligned, and within the arena."""
     layout = StagingLayout.build(plans)
     most = 0
     for in_use in _moments(plans, layout):
@@ -74,13 +74,13 @@ def test_buffers_that_are_alive_together_do_not_overlap(plans):
 @settings(max_examples=50)
 @given(plans())
 def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
-    """To the byte: it is what the engine of that rank allocates."""
+    """The staging bytes of a plan are those that its fullest rank allocates."""
     staging = [RankPlan.build(plan, rank).staging(plan.dtypes) for rank in plan.ranks]
     assert plan.staging_bytes == max(StagingLayout.build([each]).num_bytes for each in staging)
 
 
 def test_equal_buckets_need_ten_buffers_however_many_they_are():
-    """Two gathers and two scatters are in flight, one bucket is orthogonalized; others are free."""
+    """Any number of equal buckets needs ten buffers."""
     for count in (5, 6, 9):
         # While the stacks are filled: messages of the next gathers, rows that arrived, stacks, and
         # messages of the scatters before.
@@ -94,7 +94,7 @@ def test_equal_buckets_need_ten_buffers_however_many_they_are():
 
 
 def test_results_of_two_buckets_are_in_memory_at_a_time():
-    """Replicas receive whole shards: in eight buckets they need a quarter of the memory."""
+    """Results of at most two buckets are in memory at a time."""
     sizes = []
     for count in (1, 8):
         sections = BucketSizes(0, 0, 0, 0, 2048 // count)

@@ -16,13 +16,13 @@ RECORDS = json.loads(script.RECORD.read_text())
 
 @pytest.mark.parametrize("model_type", RECORDS)
 def test_matrices_of_real_architectures_go_to_muon(model_type):
-    """A changed rule changes the training of somebody: it must be meant."""
+    """The choices for each recorded architecture are the recorded ones."""
     recorded = RECORDS[model_type]
     assert script.choices(recorded) == {name: kind for kind, _, name, *_ in recorded["params"]}
 
 
 def test_matrices_of_torch_go_to_muon():
-    """nn.Transformer, with an embedding and a head, needs no record."""
+    """Matrices of nn.Transformer go to Muon, with fused attention in three."""
     model = nn.Module()
     with torch.device("meta"):
         model.tokens = nn.Embedding(64, 16)

@@ -24,7 +24,7 @@ STEP_COST = {1: "1.8 | 1.4 | 2 | 81 | 1", 2: "1.6 | 0.9 | 5 | 79 | 1"}
 
 @pytest.mark.ranks
 def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
-    """One run, all peers; owner moves fewer bytes than gathering everything to everyone."""
+    """The benchmark of a step measures every peer and writes their bytes and times."""
     path = tmp_path / "step.json"
     flags = ["--hidden", "32", "--layers", "2", "--rounds", "2", "--json", str(path)]
     run = launch(2, flags, script=ROOT / "benchmarks" / "optimizer_step.py").check()
@@ -64,7 +64,7 @@ def load(monkeypatch) -> Callable[..., ModuleType]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_saves_measure_muon_beside_adam(tmp_path, load, capsys):
-    """Muon keeps one state where Adam keeps two, so its checkpoint is smaller."""
+    """A checkpoint of Muon is smaller than one of Adam, by a state."""
     path = tmp_path / "saves.json"
     flags = ["--saves", "--hidden", "64", "--layers", "1", "--passes", "1", "--json", str(path)]
     load("training_step", *flags, "--runs", "FSDP, adam", "FSDP, muon, owner", train=train_forked)
@@ -79,10 +79,7 @@ def test_saves_measure_muon_beside_adam(tmp_path, load, capsys):
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "bounds"), STEP_COST.items())
 def test_step_cost_stays_within_its_bounds(ranks, bounds):
-    """Operations, bytes, collectives and host reads of a step are counts: no machine changes them.
-
-    They are those of docs/performance.md, or better.
-    """
+    """Operations, bytes, collectives and host reads of a step stay within documented counts."""
     run = launch(ranks, [], script=ROOT / "benchmarks" / "step_cost.py").check()
     assert f"| {ranks} | {bounds} |" in (ROOT / "docs" / "performance.md").read_text()
     (row,) = re.findall(rf"^\| {ranks} \| (.*) \|$", run.outputs[0], re.MULTILINE)
@@ -104,11 +101,7 @@ def _engine_of_experts() -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_host_time_counts_few_launches(tmp_path):
-    """Launches of a whole step beside products and collectives are counts: no machine changes them.
-
-    Times are printed, and not tested. Of experts it is the engine alone, whose launches are most of
-    a step's.
-    """
+    """A step launches few kernels beside products and collectives."""
     path = tmp_path / "times.json"
     flags = ["--jobs", "llama3-8b-64", "--json", str(path)]
     run = launch(1, flags, script=ROOT / "benchmarks" / "host_time.py").check()
@@ -122,7 +115,7 @@ def test_host_time_counts_few_launches(tmp_path):
 
 
 def test_counted_operations_are_those_of_a_gpu(monkeypatch):
-    """A fused list counts once, a view not at all; every way to read a value is seen."""
+    """The counter counts a list once, no view, and every read of a value."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from counting import OperationCounter
 
@@ -151,7 +144,7 @@ def test_counted_operations_are_those_of_a_gpu(monkeypatch):
 
 
 def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, load, capsys):
-    """Ratios to the standard steps of the same run; what this machine cannot run is left out."""
+    """The benchmark of Newton-Schulz has ratios of times and operations by backend."""
     path = tmp_path / "times.json"
     load("newton_schulz", "--shapes", "16x32", "32x16", "--rounds", "2", "--json", str(path))
     for row in json.loads(path.read_text()):
@@ -170,7 +163,7 @@ def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, load, 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
-    """What travels is the plan's, on even shapes that of an all-to-all; who fails has a row."""
+    """The benchmark of FSDP2 counts the bytes of the plan, and has a row for who fails."""
     path = tmp_path / "step.json"
     flags = "--hidden 16 --layers 1 --rounds 1 --layouts even experts --json".split()
     script = ROOT / "benchmarks" / "fsdp2_step.py"
@@ -191,7 +184,7 @@ def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
 
 
 def test_device_time_steps_the_plan_of_a_large_job(load, monkeypatch):
-    """On a CPU with a small model; what kernels take, only a GPU knows."""
+    """The benchmark of device time steps the plan of a large job."""
     event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 1.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

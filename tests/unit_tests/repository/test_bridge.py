@@ -83,19 +83,19 @@ def test_losses_are_those_of_upstreams_muon_under_ddp(two_ranks):
 
 @pytest.mark.parametrize("name", ["saved", "experts", "stages"])
 def test_resumed_run_has_the_losses_of_the_first(two_ranks, name):
-    """Its first save of a gated layer ended in KeyError 'exp_avg'; stages had one name for two."""
+    """A resumed run of Bridge has the losses of the first, also gated, with experts or stages."""
     resumed = {"saved": "resumed"}.get(name, f"{name}_resumed")
     assert two_ranks[resumed] == two_ranks[name][3:] and len(two_ranks[resumed]) == 3
 
 
 def test_fields_of_the_configuration_act(two_ranks):
-    """Momentum in bf16, and blocks, change the losses after the first updates."""
+    """Fields of the configuration change the losses after the first updates."""
     assert two_ranks["options"][:2] == two_ranks["plain"][:2]
     assert two_ranks["options"] != two_ranks["plain"]
 
 
 def test_checkpoint_of_adam_is_refused(two_ranks):
-    """Bridge loads what it finds by name, so that momentum silently started at zero."""
+    """A checkpoint of Adam is refused, instead of momentum that silently starts at zero."""
     text = two_ranks["adam_into_muon"]
     assert "expected momentum_buffer (128, 64), got exp_avg (128, 64)" in text
     assert "checkpoint.load_optim=False" in text and "ranks 0, 1:" in text
@@ -111,7 +111,7 @@ def test_checkpoint_loads_on_other_ranks_and_instances(two_ranks, folder):
 
 
 def test_configuration_is_written_and_read(tmp_path):
-    """Fields of Muon stand in Bridge's YAML, whose class names are checked against a list."""
+    """Bridge writes the fields of Muon to YAML and reads them."""
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT / "scripts")!r})
 from cpu_ranks import megatron_bridge; megatron_bridge.enable()

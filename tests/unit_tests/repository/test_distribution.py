@@ -27,14 +27,14 @@ LOCKED = dict(re.findall(r"^([\w.-]+)==([\w.+!]+)", (ROOT / "requirements.lock")
 
 @pytest.mark.parametrize("extra", [None, "quickstart", "test"])
 def test_lock_agrees_with_pyproject(extra: str | None) -> None:
-    """What the package asks for at installation is what the scripts install and test."""
+    """The lock has versions that the metadata of the package accepts."""
     listed = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     for requirement in map(Requirement, listed):
         assert Version(LOCKED[requirement.name]) in requirement.specifier, requirement
 
 
 def test_enable_accepts_what_pip_installs() -> None:
-    """The lock, and what the metadata of the package admits; plain FSDP2 installs no megatron."""
+    """enable() accepts all versions that pip installs, and plain FSDP2 needs no megatron."""
     required = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["megatron"]]
     listed = {r.name: r.specifier for r in map(Requirement, required)}
     for name, accepted in ACCEPTED_VERSIONS.items():
@@ -67,7 +67,7 @@ def built(source: Path) -> Path:
 
 
 def test_wheel_and_sdist_hold_the_package_without_tests(built: Path) -> None:
-    """A module that is left out would be found by users first."""
+    """Wheel and source distribution hold every module, and no test."""
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "megatron_muon").rglob("*.py")}
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as files, tarfile.open(sdist) as archive:
@@ -81,7 +81,7 @@ def test_wheel_and_sdist_hold_the_package_without_tests(built: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_steps_with_torch_and_emerging_optimizers_alone(built: Path, tmp_path: Path) -> None:
-    """Unpacked first on the path, in place of this checkout, and without megatron."""
+    """The unpacked wheel steps without megatron and without loading torch's compiler."""
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path)
     program = """
@@ -111,7 +111,7 @@ reveal_type(ExchangeSettings().max_owners)
 
 
 def test_type_checker_follows_an_editable_install(source: Path, tmp_path: Path) -> None:
-    """The package has types, and mypy found no module: the install was a hook for imports."""
+    """A type checker finds the package in an editable install."""
     done = run_command(sys.executable, "-c", EDITABLE, str(tmp_path), cwd=source)
     assert done.returncode == 0, done.stderr
     venv.create(tmp_path / "environment")

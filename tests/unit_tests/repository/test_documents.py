@@ -50,7 +50,7 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
 
 
 def test_documents_are_in_the_navigation_of_the_site() -> None:
-    """The build of the site refuses a page without a line in nav."""
+    """Every document has a line in the navigation of the site."""
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [name for name in map(ids, DOCUMENTS) if f": {name}\n" not in navigation] == []
 
@@ -65,7 +65,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("document", "command"), list(commands()))
 def test_commands_have_the_flags_that_they_name(document: str, command: str) -> None:
-    """The script of a command is there, and so are its options."""
+    """Commands of the documents name scripts and options that exist."""
     words = shlex.split(command)
     if any(name in command for name in PASSES_FLAGS_ON):
         return
@@ -95,7 +95,7 @@ PLAN_ROWS = [
 
 @pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)
 def test_plans_of_performance_are_those_of_today(flags: str, figures: str, capsys) -> None:
-    """Each row of the table of plans, figure by figure."""
+    """Each row of the table of plans is what its command prints."""
     assert main([*shlex.split(flags), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert figures.split(" | ") == [

@@ -45,7 +45,7 @@ def _parse_on_eight_gpus(jobs: list[tuple[list[str], dict[str, str]]]) -> list[l
 
 @pytest.mark.ranks
 def test_flags_of_gpu_cases_are_accepted_by_megatron():
-    """Megatron's own parser and checks, and ours, take the flags of a job of eight ranks."""
+    """Megatron's parser accepts the flags of the GPU cases."""
     variables = dict.fromkeys(
         ["DATA_PATH", "DATA_CACHE_PATH", "TENSORBOARD_PATH"]
         + ["CHECKPOINT_SAVE_PATH", "CHECKPOINT_LOAD_PATH"],
@@ -70,7 +70,7 @@ def forked_verdicts() -> dict[str, list]:
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
 @pytest.mark.slow
 def test_cpu_case_passes_every_rule(case):
-    """Golden values, the resumed half, and the unsharded run."""
+    """Each CPU case passes the rules for golden values, resumption and unsharded runs."""
     verdicts = forked_verdicts()[case.name]
     assert all(passed for _, _, passed, _ in verdicts), verdicts
     rules = {rule.partition(",")[0] for rule, *_ in verdicts}
@@ -83,10 +83,7 @@ def test_cpu_case_passes_every_rule(case):
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.slow
 def test_broken_optimizer_fails_the_unsharded_rule(broken):
-    """One that does nothing, skips Newton-Schulz, or updates the rows of rank 0 alone.
-
-    Megatron's 5 % pass all of them but the first, which does not even learn the embeddings.
-    """
+    """A broken optimizer fails the unsharded rule, where Megatron's 5 % pass most."""
     passed = {(rule, metric): passed for rule, metric, passed, _ in forked_verdicts()[broken]}
     assert not passed["unsharded", "lm loss"]
     assert passed["golden, approximate", "lm loss"] == (broken != "do_nothing")
@@ -94,7 +91,7 @@ def test_broken_optimizer_fails_the_unsharded_rule(broken):
 
 @pytest.mark.parametrize("recorded_on", ["this kind", "that kind", None])
 def test_last_digit_counts_on_the_kind_of_cpu_that_recorded_it(recorded_on):
-    """Two cases failed on every CPU but the one that had recorded them, for one digit of a loss."""
+    """The last digit of a loss counts only on the kind of CPU that recorded it."""
     losses, golden = {8: 3.535445213317871}, {8: 3.53544}
     kinds = {"recorded_on": recorded_on, "here": "this kind"}
     exact, approximate = compare_with_golden("lm loss", losses, golden, exactly=True, **kinds)
@@ -103,7 +100,7 @@ def test_last_digit_counts_on_the_kind_of_cpu_that_recorded_it(recorded_on):
 
 
 def test_resumed_run_that_loads_nothing_fails(tmp_path):
-    """It begins at step 1, and from the same seed repeats what it is compared with."""
+    """A resumed run that loads nothing fails, though it repeats the run from its seed."""
     from torch.utils.tensorboard import SummaryWriter
 
     case = next(case for case in CPU_CASES if case.test_type == "ckpt-resume")
@@ -122,7 +119,7 @@ def test_resumed_run_that_loads_nothing_fails(tmp_path):
 
 
 def test_unsharded_rule_fails_for_nan_and_for_missing_steps():
-    """Neither compares as close."""
+    """The unsharded rule fails for NaN and for missing steps."""
     losses = {step: 10.8 - step / 100 for step in range(1, 21)}
     assert compare_with_unsharded(losses, losses, 20, 5e-7).passed
     short = {step: loss for step, loss in losses.items() if step < 20}

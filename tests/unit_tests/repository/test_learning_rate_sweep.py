@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 def test_sweep_goes_on_and_draws(tmp_path, monkeypatch, capsys):
-    """What is finished is not trained again; tables and picture have all optimizers."""
+    """A sweep that goes on trains only what is missing, and draws all optimizers."""
     monkeypatch.setattr(sweep, "RATES", {name: rates[2:4] for name, rates in sweep.RATES.items()})
     monkeypatch.setattr(sweep, "SETTINGS", {"warm_up": (0.0, 0.1)})
     monkeypatch.setattr(sweep, "MUON_SETTINGS", {"momentum": (0.9, 0.95)})

@@ -15,7 +15,7 @@ from helpers.commands import train_forked
 
 @pytest.mark.filterwarnings("ignore")
 def test_dataset_reads_back_as_the_bytes_of_its_files(tmp_path: Path) -> None:
-    """Megatron's reader gives every file's bytes and an end token after each, once."""
+    """Megatron's reader returns the bytes of every file and an end token, once."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     contents = {f"{i:02d}.txt": bytes((i + j) % 256 for j in range(3000 + i)) for i in range(60)}
@@ -37,11 +37,7 @@ def test_dataset_reads_back_as_the_bytes_of_its_files(tmp_path: Path) -> None:
 def test_quickstart_trains_with_both_optimizers_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script itself, two iterations each: Muon by torchrun, and Adam on forked ranks.
-
-    It took ten minutes on CPUs without bf16 instructions, where a product of bf16 was fifty times
-    slower than of fp32.
-    """
+    """The quickstart trains both optimizers and reports, on a CPU without bf16 too."""
     flags = ("--iterations", "2", "--max-megabytes", "0.5", "--output", str(tmp_path))
     # Held to AVX2: any CPU then lacks bf16 instructions.
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")

@@ -72,7 +72,7 @@ def _shard_of(
 
 @given(fsdp2_layouts())
 def test_rectangles_are_what_fsdp2_cuts(layout):
-    """On every rank of the mesh, not on this one alone; empty shards included.
+    """The rectangles of all ranks are what FSDP2 cuts, empty ones included.
 
     Offsets of torch, by which checkpoints are written, are those but for uneven strided shards: of
     7 rows over 2 x 3 ranks torch 2.11 gets two wrong; ``full_tensor()`` has them right. Such
@@ -98,7 +98,7 @@ def test_rectangles_are_what_fsdp2_cuts(layout):
 
 
 def test_placements_that_version_1_leaves_out_replicate():
-    """ZeRO-0 with two instances has one placement for two axes, which was an error."""
+    """An axis for which version 1 has no placement replicates."""
     mesh = _mesh((2, 3))
     param = SimpleNamespace(
         device_mesh=mesh,
@@ -112,7 +112,7 @@ def test_placements_that_version_1_leaves_out_replicate():
 
 @given(fsdp2_layouts(), st.data())
 def test_matrices_tile_a_parameter(layout, data):
-    """Reassembled from the views of all ranks, blocks are those of the whole parameter."""
+    """Matrices put together from the views of all ranks are those of the whole parameter."""
     mesh_shape, placements, shape = layout
     boxes = boxes_of_placements.__wrapped__(_mesh(mesh_shape), placements, shape)
     whole = torch.arange(math.prod(shape)).view(shape)
@@ -157,14 +157,14 @@ def test_matrices_tile_a_parameter(layout, data):
     ],
 )
 def test_blocks_that_repeat_stay_together(num_rows, split_sizes, expected):
-    """Others become matrices with owners of their own."""
+    """Blocks that repeat stay in one matrix, and others have owners of their own."""
     assert output_slices(num_rows, split_sizes) == [
         OutputSlice(RowRange(*rows), blocks) for rows, blocks in expected
     ]
 
 
 def test_interleaved_outputs_have_owners_of_their_own():
-    """Gate and up of gpt-oss; groups of columns are refused, as their shards would be cut up."""
+    """Interleaved outputs have owners of their own, and groups of columns are refused."""
     assert output_slices(7 * 2, (1, 1), is_transposed=True) == [
         OutputSlice(RowRange(0, 14), None, 2),
         OutputSlice(RowRange(1, 14), None, 2),
@@ -175,6 +175,6 @@ def test_interleaved_outputs_have_owners_of_their_own():
 
 @pytest.mark.parametrize("split_sizes", [0, -1, 4, (), (0, 6), (4, 3), (-1, 7)])
 def test_blocks_that_do_not_divide_are_refused(split_sizes):
-    """They would leave rows out."""
+    """Sizes of blocks that leave rows out are refused."""
     with pytest.raises(ValueError, match="split_sizes: expected"):
         output_slices(6, split_sizes)

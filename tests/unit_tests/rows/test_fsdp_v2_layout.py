@@ -96,7 +96,7 @@ def _random_cases() -> list[Any]:
 
 
 def test_rows_are_those_of_upstreams_ranges():
-    """By integers alone, on every rank of meshes of up to three axes, some of them replicated."""
+    """Rows of all ranks, computed by integers, are those of upstream's ranges."""
     cases = _random_cases()
     assert len(cases) == 300
     assert run_ranks(1, _compare_rows, cases).check().results == [[]]

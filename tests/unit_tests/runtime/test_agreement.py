@@ -62,7 +62,7 @@ def verdicts() -> list[dict[str, str]]:
 
 
 def test_ranks_without_problems_go_on():
-    """Also after they failed together."""
+    """Ranks without problems go on, also after they failed together."""
     for found in verdicts():
         assert (found["sound"], found["same"], found["after"]) == ("no error",) * 3
 
@@ -83,14 +83,14 @@ SAME = "lists: expected the same on all ranks"
     ],
 )
 def test_problems_are_raised_on_all_ranks(case, texts):
-    """The error names the ranks, their problems, and the remedy."""
+    """The error on all ranks names the ranks, their problems, and the remedy."""
     for found in verdicts():
         assert all(text in found[case] for text in texts)
         assert found[case].endswith("Stop.")
 
 
 def test_long_lists_of_problems_are_cut():
-    """Twenty lines, and how many more there are."""
+    """An error lists twenty problems, and says how many more there are."""
     for found in verdicts():
         assert found["many"].count("problem ") == 20 and "... and 5 more" in found["many"]
 

@@ -17,7 +17,7 @@ def _work(log: list[str], name: str) -> Any:
 
 
 def test_gloo_starts_a_collective_when_the_step_waits_for_it():
-    """Behind the collective before it, on the thread of the step, and not in a step that failed."""
+    """A chained collective starts on the thread of the step, when that waits for it."""
     log: list[str] = []
 
     def start(name: str, work: Any = None) -> Any:
@@ -41,7 +41,7 @@ def test_gloo_starts_a_collective_when_the_step_waits_for_it():
 
 
 def test_second_stream_waits_for_the_step_and_earlier_work():
-    """The calls that a GPU gets: the stream of the step is made to wait for nothing."""
+    """A second stream waits for the step and for the scatter, and the step for neither."""
     log: list[str] = []
     current = "step"
 

@@ -111,19 +111,19 @@ def of_ranks() -> list[dict[str, Any]]:
 
 
 def test_ranks_in_different_numbers_of_groups_make_them():
-    """With use_local_synchronization the ranks would give a group different names, and hang."""
+    """Ranks in different numbers of groups make them without a hang."""
     made = [found["made"] for found in of_ranks()]
     assert made == [[1, 1], [0, 2], [0, 2], [0, 0], [0, 0]]
 
 
 def test_new_groups_have_the_timeout_of_the_job():
-    """They once waited for half an hour, torch's default, whatever the job had asked for."""
+    """New groups have the timeout of the job, not torch's half an hour."""
     for found in of_ranks():
         assert found["timeouts"] == [TIMEOUT_S] * sum(found["made"])
 
 
 def test_groups_that_exist_are_used_again():
-    """A new communicator takes memory of a GPU; one is made only where there is none."""
+    """Groups that exist are used again, as a communicator takes memory of a GPU."""
     assert [found["is_used_again"] for found in of_ranks()] == [[True] * 4] * 5
 
 
@@ -135,7 +135,7 @@ def test_domain_is_shards_and_replicas():
 
 
 def test_rank_whose_group_others_lack_is_an_error():
-    """On all ranks."""
+    """A rank in a group that the others lack is an error on all ranks."""
     for found in of_ranks():
         assert (
             "a parameter of its mesh and placements on all 2 ranks of its mesh, 2 to 3"

@@ -73,7 +73,7 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
 
 
 def test_bytes_at_the_collectives_are_those_of_the_plan():
-    """bf16: 2 bytes an element there, 2 back, 8 a block; no padding with either dtype."""
+    """The bytes at the collectives are those of the plan, without padding."""
     grids = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
     cases = list(itertools.product(("bf16", "fp32"), grids))
     by_rank = run_ranks(4, each_of, _count_bytes, cases).check().results
@@ -136,10 +136,7 @@ def _step_with_cut_matrices(name: str, grid: dict[str, int]) -> list[Any]:
     ids=["bf16", "fp32"],
 )
 def test_cut_matrices_agree_with_whole_ones_up_to_rounding(cases):
-    """Parts on several ranks that all-reduce Gram matrices give the same update.
-
-    A matrix cut over just the ranks that hold copies of it was once never stepped.
-    """
+    """Matrices split over several owners agree with whole ones up to rounding."""
     by_rank = run_ranks(4, each_of, _step_with_cut_matrices, cases).check().results
     for (different, num_owners), case in zip(itertools.chain(*by_rank), 4 * cases, strict=True):
         assert different == [], case
@@ -168,7 +165,7 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
 
 
 def test_staging_memory_is_freed_and_within_the_limit():
-    """Between steps the allocator has it, and in a step it is what the report says."""
+    """Staging memory is what the report says in a step, and freed between steps."""
     run = run_ranks(2, each_of, _memory_of_steps, [[None], [35_000]]).check()
     for (before, free, free_bytes), (after, limited, limited_bytes) in run.results:
         assert before == after == 0
@@ -187,7 +184,7 @@ def _nan_in_one_matrix() -> list[str]:
 
 
 def test_nan_in_one_matrix_does_not_reach_another():
-    """Whoever steps without the check of the chained optimizer loses that matrix alone."""
+    """NaN in one matrix reaches no other."""
     for (different,) in run_ranks(2, each_of, _nan_in_one_matrix, [[]]).check().results:
         assert {each.partition(":")[0] for each in different} == {"layer.0.weight"}
 
@@ -208,7 +205,7 @@ def _zero_gradients(comm_dtype: str) -> list[float]:
 
 
 def test_zero_gradients_give_a_zero_update():
-    """Nothing is divided by a norm of zero."""
+    """Gradients of zero give an update of zero, as no norm divides by zero."""
     run = run_ranks(3, each_of, _zero_gradients, [["bf16"], ["fp32"]]).check()
     changes = [
         change for of_dtypes in run.results for comm_dtype in of_dtypes for change in comm_dtype
@@ -228,7 +225,7 @@ def _step_after_an_abandoned_one() -> list[str]:
 
 
 def test_exception_in_a_step_leaves_nothing_to_the_next():
-    """Norms of a step that ended early were added to the next one, which failed on that rank."""
+    """A step that ended early leaves no norms to the next one."""
     assert run_ranks(1, each_of, _step_after_an_abandoned_one, [[]]).check().results == [[[]]]
 
 
@@ -255,7 +252,7 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
 
 @pytest.mark.cpu_only
 def test_messages_of_an_abandoned_step_are_waited_for():
-    """Gathers, and what replicas pass on, may still read and write it."""
+    """Messages of an abandoned step end before the next one uses their memory."""
     grids = [[{}], [{"num_replicas": 2}]]
     by_rank = run_ranks(2, each_of, _step_after_messages_were_left, grids).check().results
     for under_way, different, breaches in itertools.chain(*by_rank):

@@ -54,11 +54,7 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
 
 
 def test_allocation_that_fails_on_one_rank_is_an_error_on_all():
-    """The other rank went on to the next collective and waited for it until the timeout.
-
-    The error names what was asked for, and the flag that decides it: of the arenas of engine and
-    step, and of small tensors, for which a full GPU has no memory either.
-    """
+    """An allocation that fails on one rank is an error on all, with the flag that decides it."""
     cases = [("norms", 0), ("gpu", 0), ("gpu", 1)]
     # Torch raises a plain RuntimeError there.
     cases += [("cpu", 0), ("cpu", 1)] * (kind() == "cpu")
@@ -84,7 +80,7 @@ def test_allocation_that_fails_on_one_rank_is_an_error_on_all():
     ],
 )
 def test_fault_at_construction_keeps_its_traceback(error, is_memory):
-    """The cause was lost, and every fault advised to save memory."""
+    """A fault at construction keeps its cause, and only missing memory has advice on memory."""
 
     def fail() -> None:
         raise error
@@ -112,7 +108,7 @@ def _build_within_the_least(limit: int) -> list[str]:
 
 
 def test_infeasible_memory_limit_names_the_least_that_works():
-    """On all ranks, at construction; and what it names does work."""
+    """A limit that is too small is refused with the least that works."""
     by_rank = run_ranks(2, each_of, _build_within_the_least, [[1000]]).check().results
     for ((refusal, least, used, refused),) in by_rank:
         assert "expected at most 1,000 bytes a rank, got" in refusal

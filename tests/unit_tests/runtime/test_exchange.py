@@ -45,10 +45,7 @@ def _pairs(calls: list[Any]) -> list[list[int]]:
 
 
 def test_construction_connects_the_ranks_that_a_step_uses():
-    """Gathers and scatters apart, by one element each; and no others.
-
-    A rank without messages joins: the last two hold nothing of the one matrix.
-    """
+    """Construction connects exactly the ranks that gathers and scatters use."""
     cases = [(3, None), (1, None), (1, [(24, [16, 16, 0, 0])])]
     by_rank = run_ranks(4, each_of, _connected_and_used, cases).check().results
     for rank, found in enumerate(by_rank):

@@ -31,7 +31,7 @@ def _ranks_per_node(cost_model: str, sizes: list[str]) -> int:
 
 
 def test_ranks_a_node_are_those_of_the_launcher():
-    """The same on all ranks; a user's figure wins; without any, the default of eight."""
+    """Ranks a node are the launcher's, unless the user says others."""
     cases = [
         ("", ["4", "4"]),
         ("", ["6", "4"]),
@@ -88,7 +88,7 @@ def _build(*case: Any) -> Any:
 
 
 def test_ranks_use_the_backends_that_all_of_them_have():
-    """Plans are one: auto leaves out what a rank lacks."""
+    """Plans use the backends that all ranks have."""
     cases = [
         Case(["standard"] * 2),
         Case(["gram"] * 2),
@@ -107,7 +107,7 @@ def _differing(name: str, *values: Any) -> list[dict[str, Any]]:
 
 
 def test_setting_that_differs_on_one_rank_is_an_error_on_all():
-    """Never another backend in its place without a word, nor another scale on one rank."""
+    """A setting or backend that differs on one rank is an error on all."""
     standard = ["standard"] * 2
     cases = {
         "symmetric: expected a GPU, got cpu ranks": Case(["symmetric"] * 2),

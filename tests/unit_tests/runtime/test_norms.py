@@ -21,10 +21,7 @@ def _block_norms(shapes: list[tuple[int, int]]) -> norms.BlockNorms:
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (1000, 700), (2, 300_000), (300_000, 2)])
 def test_norm_is_that_of_the_float64_sum(shape):
-    """More elements than are converted at once, in long rows or in many.
-
-    They are in the order of the blocks: of one shape, between blocks of other shapes.
-    """
+    """Norms are those of float64 sums, in the order of the blocks."""
     shapes = [(3, 5), shape, (4, 5), (3, 5), shape]
     rows = {i: torch.randn(each).to(device()) * 1e-3 for i, each in enumerate(shapes)}
     block_norms = _block_norms(shapes)
@@ -36,7 +33,7 @@ def test_norm_is_that_of_the_float64_sum(shape):
 
 @pytest.mark.cpu_only
 def test_cpu_converts_a_large_matrix_piece_by_piece(monkeypatch):
-    """Norms of a list took a float64 copy of each matrix: 128 MB for 4096 x 4096."""
+    """A CPU converts a large matrix to float64 piece by piece."""
     seen: list[int] = []
 
     def counted(tensors: Any) -> torch.Tensor:
@@ -53,7 +50,7 @@ def test_cpu_converts_a_large_matrix_piece_by_piece(monkeypatch):
 
 
 def test_norm_of_a_cut_matrix_has_the_bits_of_the_whole_one():
-    """Row and column slices, which are strided, add up to the same fp32 norm."""
+    """Strided slices of a matrix add up to the same fp32 norm."""
     for seed in range(20):
         x = torch.randn(257, 129, generator=torch.Generator().manual_seed(seed)).to(device())
         (whole,) = norms.sums_of_squares([x])

@@ -82,7 +82,7 @@ def _step_behind_late_kernels(grid: dict[str, int], cases: Any) -> list[str]:
     "grid", [{}, {"num_replicas": 2}, {"num_tensor_ranks": 2}], ids=["shards", "hsdp", "tp2"]
 )
 def test_messages_wait_for_kernels_that_are_late(grid):
-    """The bits of whole matrices, though half of the ranks pack and return everything late."""
+    """Messages wait for late kernels, and results have the bits of whole matrices."""
     cases = [*[(96, [40 + i, 56 - i]) for i in range(16)], (24, [7, 25])]
     world_size = 4 if grid else 2
     run = run_ranks(world_size, _step_behind_late_kernels, grid, cases).check()
@@ -125,7 +125,7 @@ def _memory_of_steps() -> dict[str, int]:
 
 @pytest.mark.parametrize("expandable", ["False", "True"])
 def test_steps_take_the_staging_memory_that_is_reported(expandable):
-    """Beyond it Newton-Schulz of a stack, its result in bf16 included.
+    """A step takes the reported staging memory, and Newton-Schulz's of a stack.
 
     Construction allocates momentum; the rest that it needs of the GPU is NCCL's.
     """
@@ -173,7 +173,7 @@ def _build_without_memory() -> list[Any]:
 
 
 def test_rank_that_runs_out_of_memory_is_an_error_on_both():
-    """The allocator of a real GPU fails on one of them, and neither waits for a timeout."""
+    """A GPU without memory is an error on both ranks before any timeout."""
     for text, seconds in run_ranks(2, _build_without_memory).check().results:
         assert "Stopping on all ranks" in text and "out of memory" in text
         assert seconds < MAX_RAISE_S
@@ -230,13 +230,13 @@ def _kernel_of_rows() -> list[Any]:
 
 
 def test_kernel_that_moves_rows_has_the_bits_of_torch():
-    """Compiled for the card, where tests of a CPU interpret it."""
+    """The kernel compiled for the card moves rows with torch's bits."""
     assert run_ranks(1, _kernel_of_rows).check().results == [[None, True]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_host_waits_once_in_a_step(world_size):
-    """For the gradient norm and the number of problems of all ranks, before momentum moves."""
+    """The host waits once in a step, before momentum changes."""
     for found in run_ranks(world_size, _waits_of_a_step).check().results:
         print(found)
         own = {place: count for place, count in found.items() if "/megatron_muon/" in place}

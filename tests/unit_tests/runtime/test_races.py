@@ -111,7 +111,7 @@ def _random_layouts(seed: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_timing_of_messages():
-    """Late, at once or as gloo does it: the same bits, and nobody touches a buffer under way."""
+    """Messages that are late or at once give the same bits, and nobody touches their buffers."""
     for result in run_ranks(4, _random_layouts, 1).check().results:
         assert result["wrong"] == []
         for kind, num_launched, num_owners in result["seen"]:
@@ -137,7 +137,7 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
 
 @pytest.mark.megatron
 def test_replica_that_passes_nothing_on_waits_for_what_it_sends():
-    """Otherwise the next results overwrite what is on its way to another shard."""
+    """A replica that passes nothing on waits before the memory of its results is used again."""
     results = run_ranks(4, _scatters_without_results_for_a_shard).check().results
     for found, _, _ in results:
         assert found["at_wait"] == found["at_launch"] == [True, []]
@@ -184,7 +184,7 @@ def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
     ],
 )
 def test_every_wait_that_is_left_out_is_seen(grid):
-    """Without any of them, some rank reads or passes on what has not arrived."""
+    """Without any of the waits, some rank has other results."""
     run = run_ranks(4 if grid else 2, _forget_each_wait, grid).check()
     # By rank, collective and mode: whether the results are right.
     right = list(zip(*run.results, strict=True))
@@ -224,7 +224,7 @@ def _share_a_place(*buffers: str) -> dict[str, Any]:
 
 @pytest.mark.megatron
 def test_memory_that_is_used_again_too_early_is_seen():
-    """A gather starts while the scatter before travels, and before rows that arrived are copied.
+    """Memory that two messages use at once gives other results, or is found as a breach.
 
     In one place, one spoils the other. A message that was read at once has left when its place is
     written again, so its results are right; the breach is found all the same. Two messages into one
@@ -280,6 +280,6 @@ def _each_collective(when: str) -> list[str]:
 
 
 def test_delayed_collectives_name_breaches():
-    """The helper itself: results, NaN meanwhile, and each way to touch a buffer too early."""
+    """The stand-in collectives have the right results and name each breach."""
     modes = [["at_wait"], ["at_launch"]]
     assert run_ranks(2, each_of, _each_collective, modes).check().results == [[[], []]] * 2

@@ -35,7 +35,7 @@ _MOVES = {
 @pytest.mark.skipif(not _CUOBJDUMP.exists(), reason="needs Triton's NVIDIA backend")
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 def test_row_kernel_has_few_registers_and_wide_accesses(architecture, tmp_path, monkeypatch):
-    """At most 80 registers (three blocks of eight warps an SM), no spill, 16 bytes an access."""
+    """The kernel has at most 80 registers, no spill, and accesses of 16 bytes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

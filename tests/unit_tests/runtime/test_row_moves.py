@@ -120,7 +120,7 @@ def _bits(*, by_kernel: bool) -> list[list[int]]:
 
 
 def test_kernel_has_the_bits_of_torch():
-    """Dense rectangles and column pieces, quotients, factors, NaN; and whole steps."""
+    """The interpreted kernel has torch's bits on all kinds of rectangles and in whole steps."""
     # A process of its own: Triton reads the variable when it is imported.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "unit_tests")])
     run = run_command(sys.executable, __file__, env={"TRITON_INTERPRET": "1", "PYTHONPATH": paths})
@@ -133,7 +133,7 @@ def test_kernel_has_the_bits_of_torch():
 
 
 def test_rows_of_one_shape_are_divided_by_their_own_norms():
-    """Between rows of other shapes."""
+    """Rows of one shape between others are divided by their own norms."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3), (4, 5), (2, 3), (600, 700), (4, 5), (2, 3), (600, 700)]
     norms = torch.rand(9, generator=generator) + 1
@@ -147,7 +147,7 @@ def test_rows_of_one_shape_are_divided_by_their_own_norms():
 
 
 def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
-    """A stack of four, and one of two or of four: rows in, results out."""
+    """Each stack takes one launch for its rows and one for its results."""
     launches: Counter[int] = Counter()
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: True)
     monkeypatch.setattr(row_kernel, "launch", lambda table, *_: launches.update([len(table.moves)]))
@@ -164,7 +164,7 @@ def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
 
 
 def test_table_is_cut_where_elements_need_more_than_32_bits(monkeypatch):
-    """Rows of a large rectangle are several entries; together they are all of it."""
+    """A rectangle whose elements need more than 32 bits is several entries."""
     monkeypatch.setattr(row_kernel, "_MOST_ELEMENTS", 4 * 100)
     source, target = torch.zeros(10, 100), torch.zeros(10, 200)[:, 100:]
     whole = target._base
@@ -177,7 +177,7 @@ def test_table_is_cut_where_elements_need_more_than_32_bits(monkeypatch):
 
 
 def test_rows_that_moved_are_viewed_again():
-    """A dictionary of other rows, in the next step; the one before may be dropped."""
+    """Rows in other memory are viewed again, and those before may be dropped."""
     engine, rows = _engine(3)
     before = {number: each.clone() for number, each in rows.items()}
     list(engine.orthogonalize(rows, rows))
@@ -192,7 +192,7 @@ def test_rows_that_moved_are_viewed_again():
 
 
 def test_all_lists_of_a_step_share_one_copy_of_addresses(monkeypatch):
-    """Gradients in new memory in every step once took a pinned block and a copy for every list."""
+    """All lists of a step share one copy of addresses, made only if rows moved."""
     copies, launched = [], []
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: True)
     monkeypatch.setattr(
@@ -232,7 +232,7 @@ def test_all_lists_of_a_step_share_one_copy_of_addresses(monkeypatch):
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_rows_are_dropped_where_asked(monkeypatch, by_kernel):
-    """Their memory is the caller's: results of plain FSDP2 are allocated in every step."""
+    """forget() drops all references to the caller's rows."""
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: by_kernel)
     monkeypatch.setattr(row_kernel, "launch", lambda *_: None)
     engine, rows = _engine(3)
@@ -247,7 +247,7 @@ def test_rows_are_dropped_where_asked(monkeypatch, by_kernel):
 
 
 def test_kernel_that_differs_is_not_used_and_logged(monkeypatch, caplog):
-    """Another compiler must not change results: this rank calls torch instead."""
+    """A kernel with other bits is not used, and a warning says so."""
     row_moves.uses_kernel.cache_clear()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")

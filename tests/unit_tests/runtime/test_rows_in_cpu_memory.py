@@ -39,7 +39,7 @@ def _step(comm_dtype: str, on: torch.device, rows_device: torch.device) -> list[
 
 @pytest.mark.parametrize("comm_dtype", DTYPES)
 def test_no_operation_mixes_devices(comm_dtype, monkeypatch):
-    """An error of fake tensors, as of a GPU."""
+    """No operation mixes tensors of CPU and GPU."""
     if not hasattr(torch.Tensor, "grad_dtype") and not torch.cuda.is_available():
         pytest.skip("torch 2.9 looks for a driver, even for fake tensors")
     # Streams and kernels need a GPU.
@@ -53,7 +53,7 @@ def test_no_operation_mixes_devices(comm_dtype, monkeypatch):
 
 @pytest.mark.parametrize("comm_dtype", DTYPES)
 def test_results_have_the_bits_of_rows_on_the_device(comm_dtype):
-    """Which only a GPU shows: on CPU ranks both are the same memory."""
+    """Rows in CPU memory have the results of rows on the device."""
     on_device = _step(comm_dtype, device(), device())
     in_cpu_memory = _step(comm_dtype, device(), CPU)
     for ours, theirs in zip(in_cpu_memory, on_device, strict=True):

@@ -67,11 +67,7 @@ def _order_of_a_step(num_buckets: int, num_replicas: int, matrices: Any) -> list
 
 
 def test_step_is_in_the_order_of_the_schedule():
-    """Other buckets are in flight during Newton-Schulz; replicas gather results behind a scatter.
-
-    On gloo they do when the step waits for them; test_chained_collectives.py has the order of a
-    GPU. What is whole on its rank is done while the rows of the first bucket travel.
-    """
+    """Collectives and products of a step come in the order of the schedule."""
     cases = [(5, 1, SHARDS), (5, 2, REPLICAS), (2, 2, REPLICAS), (1, 1, WHOLE)]
     by_rank = run_ranks(4, each_of, _order_of_a_step, cases).check().results
     for (num_buckets, num_replicas, _), found in zip(

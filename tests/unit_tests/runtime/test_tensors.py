@@ -8,7 +8,7 @@ from megatron_muon.runtime.tensors import join_adjacent
 
 
 def test_only_what_is_adjacent_in_all_lists_is_joined():
-    """A gap in one list, another order in the other."""
+    """Tensors are joined only if they are adjacent in all lists."""
     first, second = torch.arange(24.0), torch.arange(100.0, 124.0)
     shapes = [(2, 3), (1, 6), (3, 2), (6,)]
     without_gaps = [part.view(shape) for part, shape in zip(first.split(6), shapes, strict=True)]

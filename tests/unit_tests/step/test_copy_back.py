@@ -105,7 +105,7 @@ def _stepped(**options: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_copies_may_be_late_as_long_as_nobody_waits(dtype, nesterov, is_late):
-    """Staging memory is written when its last copy has read it, and freed when all have."""
+    """Staging memory is written and freed only after its last copy has read it."""
     options = {"nesterov": nesterov, "momentum_dtype": dtype}
     expected = _stepped(**options)
     with _streams_of_a_gpu(is_late) as streams:
@@ -119,7 +119,7 @@ def test_copies_may_be_late_as_long_as_nobody_waits(dtype, nesterov, is_late):
 
 
 def test_copies_end_with_a_step_that_raises():
-    """Momentum may be loaded next, into the memory that they write."""
+    """Copies end with a step that raises, before momentum may be loaded."""
 
     def fail(matrices: torch.Tensor) -> torch.Tensor:
         raise ValueError("a user's function")

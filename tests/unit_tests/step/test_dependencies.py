@@ -32,7 +32,7 @@ def compute_anew():
 
 
 def test_this_environment_has_everything():
-    """Symbols exist, and calls have the results that a step relies on; under any default."""
+    """This environment has all symbols and results, under any default device."""
     assert dependency_problems() == []
     with torch.device("meta"):
         assert dependency_problems() == []
@@ -54,7 +54,7 @@ def _without_momentum(self: Any, closure: Any = None) -> None:
     ],
 )
 def test_what_is_missing_or_other_is_named(owner, name, value, expected, monkeypatch):
-    """Also by enable(), which then changes nothing."""
+    """A missing symbol or another result is named, and enable() changes nothing."""
     if value is None:
         monkeypatch.delattr(owner, name)
     else:
@@ -113,10 +113,7 @@ def _import_error(package: str, error: Exception | None) -> list[str]:
     ],
 )
 def test_import_names_all_that_is_missing_or_its_cause(package, error, expected):
-    """Python alone would name the first symbol, and not its package.
-
-    Without absl-py ten symbols of the right release were missing, and absl was not named.
-    """
+    """An import names all missing symbols with their package, or its cause."""
     (found,) = run_ranks(1, _import_error, package, error).check().results
     assert len(found) == 2
     for said in found:
@@ -141,7 +138,7 @@ def _build_on_a_torch_without(name: str) -> str:
 
 @pytest.mark.ranks
 def test_construction_is_refused_on_all_ranks():
-    """Even if one node alone has another torch."""
+    """Construction is refused on all ranks if one lacks a symbol."""
     for said in run_ranks(2, _build_on_a_torch_without, "_StridedShard").check().results:
         assert "rank 1: torch.distributed.tensor.placement_types._StridedShard: expected" in said
         assert "No optimizer was built." in said
@@ -187,10 +184,7 @@ def _step_later_release() -> tuple[list[bool], str, int]:
 
 @pytest.mark.ranks
 def test_later_emerging_optimizers_has_its_own_coefficients_and_counts():
-    """Images of Megatron's main may bring 0.4, whose cubic5 takes five steps and no others.
-
-    Its Lion counts steps, which checkpoints hold: without them a run would go on from step 0.
-    """
+    """Coefficients and step counts of a later emerging-optimizers are its own."""
     for equal, said, num_lion_steps in run_ranks(2, _step_later_release).check().results:
         assert len(equal) > 1 and all(equal)
         assert "num_ns_steps: expected 5 for cubic5 coefficients, got 4" in said
@@ -199,7 +193,7 @@ def test_later_emerging_optimizers_has_its_own_coefficients_and_counts():
 
 @pytest.mark.parametrize("coefficient_type", sorted(muon_utils._COEFFICIENT_SETS))
 def test_coefficients_are_upstreams_for_every_number_of_steps(monkeypatch, coefficient_type):
-    """Another order, such as that of a later release, would train something else."""
+    """Coefficients are upstream's for every number of steps."""
     coefficients_of.cache_clear()
     recorded: list[tuple[float, ...]] = []
 
@@ -220,7 +214,7 @@ def test_coefficients_are_upstreams_for_every_number_of_steps(monkeypatch, coeff
 
 
 def test_set_of_an_unknown_order_takes_all_its_steps(monkeypatch):
-    """A guess of what follows its last coefficients would train something else."""
+    """A set of coefficients of unknown order takes all its steps and no others."""
     new = [(1.0, 2.0, 3.0), (4.0, 5.0, 6.0)]
     monkeypatch.setitem(muon_utils._COEFFICIENT_SETS, "new", new)
     assert list(coefficients_of(2, "new")) == new

@@ -172,7 +172,7 @@ of_each_optimizer = pytest.mark.parametrize(
 
 @of_each_optimizer
 def test_host_waits_once_for_the_gradients(name):
-    """Each read of a value waits for all that the device has been asked for.
+    """The host waits once in a step: for the verdict on gradients.
 
     The norm, a number, was copied to the device from pageable memory: the host waited again. Lists
     with a tensor in CPU memory are computed tensor by tensor, or not at all.
@@ -185,14 +185,14 @@ def test_host_waits_once_for_the_gradients(name):
 
 @of_each_optimizer
 def test_nothing_is_allocated_after_ranks_agree(name):
-    """The last read is where ranks agree: one that runs out of memory later leaves the others."""
+    """No memory is allocated after the last read, where ranks agree."""
     recorder, _ = _third_step(name)
     assert recorder.not_agreed_on(recorder.waits[-1].num_allocations, SMALL_BYTES) == []
 
 
 @pytest.mark.megatron
 def test_adam_asks_for_the_memory_of_its_step():
-    """On a GPU it steps DTensors at once; three of the largest were asked for, as one by one."""
+    """Adam asks for the bytes that its step on DTensors takes."""
     with _chained(True) as (recorder, optimizer):
         matrices = optimizer.chained_optimizers[0].get_parameters()
         adam = torch.optim.AdamW(matrices)
@@ -209,7 +209,7 @@ def test_adam_asks_for_the_memory_of_its_step():
 
 @of_each_optimizer
 def test_launches_and_bytes_are_within_their_bounds(name):
-    """They are counts, which no machine changes: whoever removes an operation lowers the bound."""
+    """Launches, products and bytes of a step stay within their bounds."""
     recorder, num_elements = _third_step(name)
     case = CASES[name]
     launches, products = recorder.operations.total(), recorder.matrix_products.total()

@@ -99,13 +99,13 @@ def _change_weights(folder: str) -> None:
 
 @pytest.mark.ranks
 def test_weight_that_is_changed_in_any_way_counts(tmp_path):
-    """Also those that leave the versions of both tensors, and would be lost if versions told."""
+    """A weight that is changed in any way counts, whatever its version says."""
     run_ranks(2, _change_weights, str(tmp_path)).check()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_copies_follow_to_the_bit(is_transposed):
-    """NaN, infinity, zeros of both signs, and steps of the smallest numbers."""
+    """Copies follow NaN, infinity, signed zeros and the smallest numbers to the bit."""
     smallest = 2.0**-133
     own = drawn((8, 6), 0).bfloat16()
     own[0] = torch.tensor([0.0, -0.0, smallest, -smallest, 2 * smallest, 1.0])
@@ -142,7 +142,7 @@ def _follow(muon: Muon) -> None:
 
 
 def test_weight_that_is_changed_around_a_refused_step_counts():
-    """The comparison of a refused step is not that of the next one."""
+    """Changes before and after a refused step both count."""
     param = torch.nn.Parameter(drawn((6, 9), 0).bfloat16().to(device()))
     muon = Muon([param], lr=1e-3)
     param.grad = torch.ones_like(param)
@@ -160,7 +160,7 @@ def test_weight_that_is_changed_around_a_refused_step_counts():
 
 
 def test_step_without_a_comparison_compares():
-    """A step of the core alone would lose the change."""
+    """A step of the core alone follows changed weights too."""
     param = torch.nn.Parameter(drawn((6, 9), 0).bfloat16().to(device()))
     muon = Muon([param], lr=1e-3)
     for value in (2.0, 3.0):

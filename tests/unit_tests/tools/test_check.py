@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.slow
 def test_sound_cpu_ranks_pass_and_their_rates_are_a_cost_model(tmp_path):
-    """With every class of optimizers, Megatron's too."""
+    """Every class of optimizers passes on sound CPU ranks, Megatron's too."""
     path = tmp_path / "check.json"
     script = ROOT / "megatron_muon" / "check.py"
     run = launch(2, ["--json", str(path)], script=script).check()
@@ -46,7 +46,7 @@ def _step_of_wrong_results() -> list[str]:
 
 
 def test_wrong_results_of_a_step_fail():
-    """A tenth of the update is wrong behind Newton-Schulz."""
+    """A step whose Newton-Schulz results are a tenth too large fails the check."""
     ((verdict, result, _),) = run_ranks(1, _step_of_wrong_results).check().results
     assert verdict == "FAIL"
     assert result.startswith("differs by 1.0e-01")
@@ -73,7 +73,7 @@ def _find_on_rank_1() -> list[list[str]]:
 
 
 def test_finding_of_one_rank_is_that_of_all_ranks():
-    """Its error, of which the first line is quoted, or its version; the rank is named.
+    """The first line of one rank's error, or its version, is what all ranks report.
 
     The rank joins the comparison of versions before it returns.
     """
@@ -84,7 +84,7 @@ def test_finding_of_one_rank_is_that_of_all_ranks():
 
 
 def test_broken_row_kernel_is_slow_and_named(monkeypatch):
-    """Rows then move by torch, so results are right."""
+    """A kernel of rows with other bits is reported as slow, since torch moves the rows then."""
     difference = "torch.float32 to torch.bfloat16: other bits than torch's"
     monkeypatch.setattr(results, "difference_from_torch", lambda device: difference)
     verdict, result, _ = results.check_row_kernel(torch.device("cuda"))
@@ -105,7 +105,7 @@ def _die_on_rank_1(device: torch.device) -> Finding:
 
 
 def test_rank_that_ends_is_named_by_the_others():
-    """They do not wait for it, and say which check it left."""
+    """The other ranks do not wait for a rank that ends, and name the check that it left."""
     run = run_ranks(2, _check_beside_a_dead_rank)
     assert run.exit_codes == [1, 9]
     assert "row kernel: expected findings of 2 ranks, got an error on rank 0" in run.outputs[0]
@@ -113,7 +113,7 @@ def test_rank_that_ends_is_named_by_the_others():
 
 
 def test_curve_of_rates_is_found_again():
-    """Least squares of exact rates; rates that fall have no half-rate side."""
+    """The fit returns the curve of exact rates, and no half-rate side for rates that fall."""
     sides = (512, 1024, 4096)
     rates = [900 * n / (n + 1350) for n in sides]
     assert fitted_curve(sides, rates) == pytest.approx((900, 1350))

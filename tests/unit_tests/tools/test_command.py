@@ -25,7 +25,7 @@ def _report(capsys: Any, *arguments: str) -> dict[str, Any]:
 
 
 def test_preset_flags_and_overrides_describe_the_same_model(capsys):
-    """A preset is a name for Megatron's flags, each of which can be changed."""
+    """A preset is a name for flags of Megatron, each of which can be changed."""
     flags = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
     by_flags = _report(capsys, *flags.split(), "--num-query-groups", "8", "--dp", "16")
     assert by_flags == _report(capsys, "--preset", "llama3-8b", "--dp", "16")
@@ -52,10 +52,7 @@ LLAMA, QWEN = "--preset llama3-8b", "--preset qwen3-30b-a3b"
     ],
 )
 def test_known_models_are_balanced(flags, num_matrices, num_ranks, max_busiest, capsys):
-    """Tensor ranks have matrices of their own unless their mode joins them.
-
-    test_documents.py has plans of more ranks, figure by figure.
-    """
+    """Plans of known models are balanced, with few calls and little traffic."""
     report = _report(capsys, *flags.split())
     assert len(report["matrices"]) == num_matrices
     assert len(report["ranks"]) == num_ranks
@@ -83,17 +80,14 @@ sys.exit(code)
 
 
 def test_plan_imports_no_torch():
-    """With --ranks the numbers of --json come as a table."""
+    """The command plans without torch, and prints a table of ranks."""
     done = run_command(sys.executable, "-c", WITHOUT_TORCH, *SMALL, "--ranks")
     assert done.returncode == 0, done.stderr
     assert "4 matrices, 218.1 M elements, on 4 ranks" in done.stdout
 
 
 def test_limit_that_is_kept_is_not_refused(capsys):
-    """Two plans share one arena: twice the larger one was once asked for.
-
-    deepseek-v3 on 64 ranks was refused 700 MB, of which it would have used 698.
-    """
+    """A limit that the plans of one arena keep together is accepted."""
     arguments = (
         "--preset qwen3-30b-a3b --num-layers 4 --dp 8 --ep 4 --muon-fsdp-staging-bytes".split()
     )
@@ -126,7 +120,7 @@ def test_limit_that_is_kept_is_not_refused(capsys):
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, message, capsys):
-    """The message names what was expected, what came and what to do; the exit code is 2."""
+    """Refused arguments end with exit code 2, and say what is expected and what to do."""
     with pytest.raises(SystemExit) as error:
         main(arguments.split())
     assert error.value.code == 2

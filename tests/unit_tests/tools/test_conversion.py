@@ -99,7 +99,7 @@ def saved(tmp_path_factory) -> tuple[Path, list[float]]:
 
 
 def test_run_of_ddp_goes_on_under_megatron_fsdp(saved):
-    """Losses of iterations 4 to 6; without momentum they differ by far more."""
+    """A converted run of DDP has the losses of the run that never stopped, by its momentum."""
     folder, losses = saved
     assert len(losses) == LAST
     found = _resume(folder / "converted", "fsdp_dtensor")
@@ -109,7 +109,7 @@ def test_run_of_ddp_goes_on_under_megatron_fsdp(saved):
 
 
 def test_values_keep_their_bits(saved):
-    """All layers, both halves of a gated one, weights and momentum; all chunks tile."""
+    """Weights and momentum of all layers keep their bits, both halves of gated ones too."""
     folder, _ = saved
     iteration = f"iter_{SAVED_AT:07d}"
     before, after = (read_checkpoint(folder / of / iteration) for of in ("saved", "converted"))
@@ -133,7 +133,7 @@ IN_TP = (*TP, "--muon-tp-mode", "duplicated")
 
 
 def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
-    """A run of Megatron-FSDP only loads and saves: each tensor keeps its bits, losses are equal."""
+    """A checkpoint converted there and back has the same tensors, and trains to the same losses."""
     folder, losses = saved
     flags = ("--save", str(tmp_path / "fsdp"), "--use-checkpoint-opt_param-scheduler")
     flags += ("--train-iters", str(SAVED_AT), "--save-interval", "100")
@@ -169,7 +169,7 @@ def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
     ],
 )
 def test_other_runs_go_on(tmp_path, to, ddp_flags, fsdp_flags, tolerance):
-    """Losses after the conversion: main weights of bf16, experts, and tensor-parallel ranks."""
+    """Runs in bf16, with experts, and on tensor-parallel ranks go on after a conversion."""
     flags = {"torch_dist": ddp_flags, "fsdp_dtensor": fsdp_flags}
     before = next(name for name in FORMATS if name != to)
     losses = _train(tmp_path / "saved", before, *flags[before])
@@ -182,7 +182,7 @@ def test_other_runs_go_on(tmp_path, to, ddp_flags, fsdp_flags, tolerance):
 
 @pytest.mark.slow
 def test_run_goes_on_from_the_format_torch_in_two_steps(tmp_path):
-    """Upstream's own flags write torch_dist, on CPU ranks too."""
+    """A checkpoint in the format torch goes on after upstream's conversion and this one."""
     losses = _train(tmp_path / "saved", "torch")
     load = ("--load", str(tmp_path / "saved"), "--ckpt-step", str(SAVED_AT))
     to = ("--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path))
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unknown_or_missing_values_are_refused(case, tmp_path, capsys):
-    """The error names them, and neither a file nor a folder is left."""
+    """The error of a conversion names the values, and neither a file nor a folder is left."""
     values, error = REFUSED[case]
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(values, checkpoint_id=tmp_path / "saved", planner=planner, no_dist=True)
@@ -275,7 +275,7 @@ MEANWHILE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", MEANWHILE)
 def test_what_appears_meanwhile_is_neither_read_nor_replaced(case, tmp_path, capsys, monkeypatch):
-    """The result had tensors of two saves, or replaced a file or a dangling link of that name."""
+    """Tensors of two saves are not mixed, and files that appear meanwhile are not replaced."""
     act, error = MEANWHILE[case]
     source, new, write = save_matrix(tmp_path / "saved"), tmp_path / "new", Conversion.write
     monkeypatch.setattr(Conversion, "write", lambda *args: (act(new), write(*args)))
@@ -292,7 +292,7 @@ def test_what_appears_meanwhile_is_neither_read_nor_replaced(case, tmp_path, cap
 
 
 def test_killed_conversion_leaves_no_target(tmp_path):
-    """Only a hidden folder is left beside it."""
+    """A conversion that is killed leaves only a hidden folder beside its target."""
     child = os.fork()
     if not child:
         with replacing(tmp_path / "new") as temporary:
@@ -304,7 +304,7 @@ def test_killed_conversion_leaves_no_target(tmp_path):
 
 
 def test_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
-    """Torch's own error is a traceback of "unexpected pos"."""
+    """A full disk ends a conversion with one line instead of torch's traceback."""
     source = save_matrix(tmp_path / "saved")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

@@ -32,10 +32,7 @@ def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]
 @settings(max_examples=50)
 @given(plans())
 def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
-    """Bytes of messages, staging memory and calls, without a plan of every rank.
-
-    No step is shorter than the work and the traffic of any rank.
-    """
+    """The report counts bytes, staging memory and calls of each rank without its plan."""
     report = build_report(range(1 + max(plan.ranks)), [plan])
     for rank in plan.ranks:
         schedule = RankSchedule.build([plan], rank)
@@ -56,7 +53,7 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
 
 
 def test_load_counts_launches_of_stacks_that_exist():
-    """32 matrices in four buckets are four calls on each of two ranks, not one full stack."""
+    """The load of a rank counts the launches of its real stacks."""
     cost = CostModel(stack_tiles=1024)
     matrices = [one_matrix([256, 256], 512) for _ in range(64)]
     few, many = (
@@ -71,7 +68,7 @@ def test_load_counts_launches_of_stacks_that_exist():
 
 
 def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
-    """Three ranks of two nodes: the owner receives rows in fp32, and sends results in bf16."""
+    """Rounds have the times of rows in fp32, of results in bf16, and of Newton-Schulz."""
     cost = CostModel(ranks_per_node=2)
     dtypes = CommDtypes("float32", "bfloat16")
     plan = plan_of([one_matrix([300, 150, 100], 512)], cost, dtypes, max_owners=1)
@@ -89,7 +86,7 @@ def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
 
 
 def test_rounds_of_replicas_have_their_all_gather():
-    """Two ranks hold all rows: the owner sends one half of the results, then both gather both."""
+    """Rounds of replicas include the all-gather of their results."""
     cost, num_elements = CostModel(), 64 * 512
     matrix = whole_matrix("weight", rows_cut_at(64, 512, [64]), [[(0, 1)]])
     plan = plan_of([matrix], cost, max_owners=1)

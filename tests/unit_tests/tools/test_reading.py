@@ -55,7 +55,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_verify_runs_no_code_of_a_checkpoint(folder):
-    """The fixture is what it claims: torch's own reader does run it."""
+    """The command verify does not run the code in a checkpoint that torch's own reader runs."""
     assert main(["verify", str(folder)]) == 0
     assert not (folder / "ran").exists()
     dcp.load({"args": None}, checkpoint_id=folder / "iter_0000003", no_dist=True)
@@ -64,7 +64,7 @@ def test_verify_runs_no_code_of_a_checkpoint(folder):
 
 @pytest.mark.parametrize("where", ["planner_data", "storage_data", "storage_meta"])
 def test_metadata_that_names_another_function_is_refused(where, folder):
-    """A load read the table of contents before it was known whose functions it calls."""
+    """A table of contents that names other functions is refused before they are called."""
     path = folder / "iter_0000003" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     setattr(metadata, where, _Harmful(folder / "ran"))
@@ -77,7 +77,7 @@ def test_metadata_that_names_another_function_is_refused(where, folder):
 
 @pytest.mark.parametrize("name", ["os.path.join", "builtins.getattr", "torch.load", "pathlib.os"])
 def test_names_outside_of_the_list_are_refused(name, tmp_path):
-    """Functions of modules that a table of contents names, and attributes of its classes."""
+    """Functions and attributes reached through admitted modules are refused."""
     module, _, attribute = name.rpartition(".")
     (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
     with pytest.raises(CheckpointError, match=f"{name}, which may run code"):
@@ -85,7 +85,7 @@ def test_names_outside_of_the_list_are_refused(name, tmp_path):
 
 
 def test_object_reads_without_its_classes(folder):
-    """Arguments name classes of Megatron and of users, which need not be installed here."""
+    """Arguments of a checkpoint are read without the classes of Megatron and of users."""
     args = read_checkpoint(folder / "iter_0000003").read_object("args")
     assert ARGS.items() <= vars(args).items() and "evil" in vars(args)
     assert not (folder / "ran").exists()
@@ -93,7 +93,7 @@ def test_object_reads_without_its_classes(folder):
 
 @pytest.mark.slow
 def test_command_needs_no_megatron(folder):
-    """As a user runs it."""
+    """The command verifies a checkpoint where megatron cannot be imported."""
     code = (
         "import sys; sys.modules['megatron'] = None; "
         "from megatron_muon.tools.checkpoint.command import main; sys.exit(main(sys.argv[1:]))"
@@ -103,7 +103,7 @@ def test_command_needs_no_megatron(folder):
 
 
 def test_flipped_byte_is_found_or_changes_nothing(folder):
-    """80 flips at random: each is reported, or what is read stays the same bit for bit."""
+    """Each of 80 random flips is reported, or what is read keeps its bits."""
     checkpoint = read_checkpoint(folder / "iter_0000003")
     path = next(folder.glob("*/*.distcp"))
     sound = path.read_bytes()
@@ -128,7 +128,7 @@ def test_flipped_byte_is_found_or_changes_nothing(folder):
 
 
 def test_shares_find_together_what_one_finds(folder):
-    """Each problem once, by whichever rank's share it is."""
+    """The shares of all ranks find each problem exactly once."""
     path = next(folder.glob("*/*.distcp"))
     path.write_bytes(path.read_bytes()[:-10])
     checkpoint = read_checkpoint(folder / "iter_0000003")
@@ -142,7 +142,7 @@ def test_shares_find_together_what_one_finds(folder):
 
 
 def test_find_checkpoint_says_what_could_be_loaded(folder):
-    """An unfinished save beside a finished one."""
+    """An unfinished save is refused with the iterations that are finished."""
     (folder / "iter_0000040").mkdir()
     for tracker in ("40", "40\n"):
         (folder / TRACKER).write_text(tracker)
@@ -179,7 +179,7 @@ ODD = "model.a\n/x: sound; 5 tensors\x1b[2J\u202eb\ud800"
 
 
 def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsys):
-    """Control sequences of a key reached the terminal, and a line break began another line."""
+    """Keys are printed without line breaks and control sequences."""
     path = save_matrix(tmp_path / "saved", **{ODD: torch.ones(2, 2), f"{ODD}2": torch.ones(3)})
     path /= ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -210,7 +210,7 @@ def _run(*arguments: object) -> tuple[int, str]:
 
 
 def test_the_checkpoint_itself_is_sound(tmp_path):
-    """Each case below differs from it by one fault, so that nothing else is refused."""
+    """The checkpoint from which each damaged one differs by one fault is accepted."""
     saved = save_matrix(tmp_path / "saved")
     # Reached by a link of the user's own, as `latest -> iter_0000010`.
     (tmp_path / "latest").symlink_to(saved)

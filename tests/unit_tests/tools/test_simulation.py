@@ -21,10 +21,7 @@ from megatron_muon.tools.plan.simulation import Parallelism, simulate, unit_buff
 
 @pytest.mark.parametrize("numbers", [PlanSettings(), PlanSettings(staging_bytes=300_000_000)])
 def test_preview_plans_what_a_run_plans(numbers):
-    """A run rounded loads between plans, and a preview did not: 48 owners differed.
-
-    Here every rank plans experts, then dense matrices on top of them, with what it knows itself.
-    """
+    """A preview has the plan of a run, where each rank plans with what it knows."""
     model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=2)
     *of_experts, dense = simulate(model, Parallelism(dp=8, ep=2), numbers)
     assert [plan.ranks for plan in of_experts] == [(0, 2, 4, 6), (1, 3, 5, 7)]
@@ -93,7 +90,7 @@ def _compare(cases: list[Any]) -> list[float]:
 
 @pytest.mark.ranks
 def test_simulated_shards_are_those_of_megatron_fsdp():
-    """To a hundredth of a shard: DeepSeek-V3 has small matrices, which Megatron puts into gaps."""
+    """Simulated shards are Megatron-FSDP's to a hundredth of a shard."""
     cases = []
     for model in (model for model in PRESETS.values() if not model.q_lora_rank):
         for layer in (0, model.num_layers - 1):
@@ -105,7 +102,7 @@ def test_simulated_shards_are_those_of_megatron_fsdp():
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1), st.integers(1, 9))
 def test_simulated_shards_are_whole_rows_and_do_not_overlap(shapes, num_shards):
-    """Each parameter has a place of its own in the buffer."""
+    """Each parameter has a place of its own in the simulated buffer."""
     size, begins = unit_buffer(tuple(shapes), num_shards)
     ends = 0
     for begin, (rows, cols) in sorted(zip(begins, shapes, strict=True)):

@@ -19,13 +19,13 @@ BILLIONS = {"llama3-8b": 8.030, "qwen3-30b-a3b": 30.532, "deepseek-v3": 671.026}
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_presets_have_the_parameters_of_the_model(name, billions):
-    """They are written by hand."""
+    """Presets have as many parameters as the models of transformers."""
     assert size_of_shape(PRESETS[name]).total / 1e9 == pytest.approx(billions, rel=5e-4)
 
 
 @pytest.mark.parametrize("has_fp32", [True, False])
 def test_memory_follows_the_sharding_strategy(has_fp32):
-    """Of a model on two ranks, by hand: bytes of weights and gradients, states, and a step."""
+    """Bytes of weights, gradients, states and a step are those counted by hand."""
     model = ModelShape(1, 8, 16, 2, 2, vocab_size=10)
     (muon, adamw), _ = count_layers(model, Parallelism(1))
     adamw += model.embedding_elements

@@ -18,7 +18,7 @@ from megatron_muon.tools.plan.timeline import Round, timeline
 @settings(max_examples=50)
 @given(plans())
 def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
-    """Nothing is lost or counted twice, and links and GPU do one thing at a time."""
+    """A timeline has all work of the report, one thing at a time on GPU and links."""
     report = build_report(range(1 + max(plan.ranks)), [plan])
     for rank in plan.ranks:
         found = report.ranks[rank]
@@ -36,7 +36,7 @@ def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
 
 
 def test_rows_come_before_newton_schulz_and_results_after_it():
-    """Three buckets: gathers run under the products before, and so do results."""
+    """Gathers and scatters of three buckets run beside the products of others."""
     order = PlanOrder(3, has_replicas=False)
     rounds = [
         Round(rows=3, results=30, newton_schulz=10),
@@ -63,7 +63,7 @@ def test_rows_come_before_newton_schulz_and_results_after_it():
 
 
 def test_newton_schulz_waits_for_rows_and_results_for_newton_schulz(tmp_path, capsys):
-    """On 64 ranks Llama-3-8B has one bucket: gather, products and scatter follow one another."""
+    """Gather, products and scatter of a single bucket follow one another."""
     file = tmp_path / "step.svg"
     assert main(["--preset", "llama3-8b", "--dp", "64", "--svg", str(file)]) == 0
     text = capsys.readouterr().out

@@ -113,7 +113,7 @@ def _compare_all(cases: list[tuple[str, int]]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_plan_is_that_of_a_run(tmp_path):
-    """Line by line, of models as transformers builds them: names, blocks, regions, owners."""
+    """The preview of a config.json has the plan of a run, line by line."""
     cases = []
     for number, (config, hsdp) in enumerate(CASES.values()):
         folder = tmp_path / str(number)
@@ -151,7 +151,7 @@ REFUSED_BY_TABLES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED_BY_TABLES)
 def test_any_model_is_planned(name, tmp_path, capsys):
-    """Half of the models that people train were refused."""
+    """Models that tables of architectures cannot describe are planned."""
     config, matrix = REFUSED_BY_TABLES[name]
     assert main(["--hf", _write(tmp_path, config), "--dp", "8", "--json"]) == 0
     assert matrix in {each["name"] for each in json.loads(capsys.readouterr().out)["matrices"]}
@@ -190,14 +190,14 @@ LLAMA = {
     ],
 )  # fmt: skip
 def test_config_that_cannot_be_planned_is_refused(config, flags, message, tmp_path, capsys):
-    """By name, in one line, and no default takes the place of a value."""
+    """A config.json that cannot be planned is refused in one line, by name."""
     with pytest.raises(SystemExit):
         main(["--hf", _write(tmp_path, config), *flags.split()])
     assert message in capsys.readouterr().err
 
 
 def test_other_sources_are_refused(tmp_path, monkeypatch, capsys):
-    """A path that is not there, a model of Megatron under FSDP2, and no transformers."""
+    """Missing files, models of Megatron under FSDP2, and missing transformers are refused."""
     path = _write(tmp_path, LLAMA)
     for arguments, message in (
         (["--hf", str(tmp_path / "none.json")], "none.json: expected a config.json, got FileNot"),
@@ -212,7 +212,7 @@ def test_other_sources_are_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_summary_answers_in_six_lines(tmp_path, capsys):
-    """A folder is named, and --fsdp2 is implied."""
+    """The summary of a folder has six lines, and --fsdp2 is implied."""
     folder = tmp_path / "Llama-3.1-8B"
     folder.mkdir()
     _write(folder, LLAMA)
@@ -234,7 +234,7 @@ _HEAD, _VECTORS, _GATE = 96 * 32, 2 * 32 + 2 * 8, 6 * 32
 
 @pytest.mark.parametrize(("is_tied", "num_embeddings"), [(True, 1), (False, 2)])
 def test_parameters_are_counted(is_tied, num_embeddings, tmp_path):
-    """Of six experts 64 ranks hold one or none: memory was a sixth of the fullest rank's."""
+    """Counts on the fullest rank include the experts that few ranks hold."""
     from megatron_muon.fsdp2.groups import choose
     from megatron_muon.tools.plan.transformers_model import count, read_model
 
@@ -272,7 +272,7 @@ GPT_OSS = {
 
 
 def test_example_of_the_documents(tmp_path, capsys):
-    """What docs/performance.md shows is what its command prints."""
+    """The example in docs/performance.md is the output of its command."""
     path = tmp_path / "gpt-oss-120b.json"
     path.write_text(json.dumps(GPT_OSS))
     assert main(["--hf", str(path), "--dp", "64"]) == 0
@@ -283,7 +283,7 @@ def test_example_of_the_documents(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_command_needs_no_network_and_no_kernels(tmp_path):
-    """As a user calls it; what Muon gets is on standard error, as in a run."""
+    """The command plans without network, kernels or code of the model's author."""
     config = {**LLAMA, "vocab_size": 96, "attn_implementation": "flash_attention_2"}
     # Code beside the weights is not run, and nobody is asked whether it may.
     config["auto_map"] = {"AutoConfig": "somebody/code--config.Config"}
