@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers.device import device, kind
 from helpers.device import init_group as init_group
+from helpers.fsdp2_models import Part
+from helpers.whole_matrices import WholeMuon, differences, float64_normalize
 
 # Rows of each rank, for (rows, cols); tall, wide and square, uneven, empty and one-row shards.
 LAYOUTS: dict[int, list[tuple[int, list[int]]]] = {
@@ -96,18 +98,42 @@ class Optimizers:
             self.sharded.state[param][self.key]._local_tensor.copy_(momentum)
 
     def differences(self, atol: float = 0.0, rtol: float = 0.0) -> list[str]:
-        """List parameters and momentum that differ from the reference's rows."""
+        """List parameters, and tensors of their states, that differ from the reference's rows."""
         different = []
-        for (value, momentum), (_, reference, part) in zip(self.state(), self.params, strict=True):
+        for param, reference, part in self.params:
             rows = slice(*part.own_box[0])
-            expected = self.whole.state[reference][self.key][rows]
-            # Offloaded momentum is in CPU memory.
-            if not torch.equal(momentum.to(expected), expected):
-                different.append(f"{part.name}: momentum")
-            if not torch.allclose(value, reference[rows], atol=atol, rtol=rtol):
-                worst = (value - reference[rows]).abs().max().item()
+            for key, whole in self.whole.state[reference].items():
+                if torch.is_tensor(whole) and whole.shape == reference.shape:
+                    found = self.sharded.state[param][key]._local_tensor
+                    # Offloaded momentum is in CPU memory.
+                    if not torch.equal(found.to(whole), whole[rows]):
+                        different.append(f"{part.name}: {key}")
+            if not torch.allclose(param._local_tensor, reference[rows], atol=atol, rtol=rtol):
+                worst = (param._local_tensor - reference[rows]).abs().max().item()
                 different.append(f"{part.name}: parameter, by up to {worst:.1e}")
         return different
+
+    def joined(self, index: int, seed: int) -> Any:
+        """Draw a matrix as Newton-Schulz sees it: of all tensor-parallel ranks if they join it."""
+        param, reference, _ = self.params[index]
+        is_cut, tensor = param.partition_dim >= 0, self.sharded.pg_collection.tp
+        if not (is_cut and self.sharded.is_joined(param)):
+            return whole_matrix(reference.shape, seed, self.tensor_rank * is_cut)
+        blocks = [whole_matrix(reference.shape, seed, rank) for rank in range(tensor.size())]
+        return torch.cat(blocks, param.partition_dim)
+
+    def joined_parts(self) -> list[Part]:
+        """Return parameters for ``WholeMuon``, with the joined matrices and their blocks."""
+        parts = []
+        for index, (param, reference, part) in enumerate(self.params):
+            whole, box = self.joined(index, index), []
+            for axis, (start, stop) in enumerate(part.own_box):
+                is_joined = whole.shape[axis] > reference.shape[axis]
+                first = self.tensor_rank * reference.shape[axis] * is_joined
+                box.append(slice(first + start, first + stop))
+            keys = {"split_sizes": self.sharded.planned(param).blocks}
+            parts.append(Part(param, whole, keys, index=tuple(box)))
+        return parts
 
 
 def build_optimizers(
@@ -229,8 +255,6 @@ def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> lis
 
 def step_both(optimizers: Optimizers, comm_dtype: str, num_steps: int = 3) -> None:
     """Step both, the reference with the norm of this ``comm_dtype``."""
-    from helpers.whole_matrices import float64_normalize
-
     norm: Any = nullcontext()
     if comm_dtype == "bf16":
         norm = mock.patch("torch.nn.functional.normalize", float64_normalize)
@@ -239,6 +263,31 @@ def step_both(optimizers: Optimizers, comm_dtype: str, num_steps: int = 3) -> No
         optimizers.sharded.step()
         with norm:
             optimizers.whole.step()
+
+
+def differences_by_block(
+    optimizers: Optimizers, comm_dtype: str, method: str, *, sums_in_float64: bool = True, **of: Any
+) -> list[str]:
+    """Step beside emerging-optimizers with each block as a parameter; list what differs.
+
+    Args:
+        optimizers: Whose ``sharded`` is stepped.
+        comm_dtype: Dtype of its messages.
+        method: Its method of adaptive Muon.
+        sums_in_float64: Whether the reference sums norms as ranks do; else rounding is allowed.
+        **of: Settings of the reference.
+    """
+    parts = optimizers.joined_parts()
+    whole = WholeMuon(parts, comm_dtype, method, **of)
+    if not sums_in_float64:
+        whole.replaced.clear()
+    for step in range(3):
+        optimizers.set_gradients(step)
+        optimizers.sharded.step()
+        whole.step([optimizers.joined(i, 1000 * step + i) for i, _ in enumerate(parts)])
+    # A few units in the last place of weights of size 3; a moment of another step gives 1e-2.
+    atol = 0.0 if sums_in_float64 else 1e-6
+    return differences(parts, optimizers.sharded, whole.wholes(), atol)
 
 
 @contextmanager

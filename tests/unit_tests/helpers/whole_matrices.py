@@ -33,11 +33,11 @@ class WholeMuon:
         **settings: Any,
     ) -> None:
         self._parameters = parameters
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self.replaced: list[tuple[Any, str, Any]] = []
         if comm_dtype == "bf16":
-            self._replaced.append((torch.nn.functional, "normalize", float64_normalize))
+            self.replaced.append((torch.nn.functional, "normalize", float64_normalize))
         if adaptive == "namo":
-            self._replaced.append((torch.linalg, "vector_norm", _float64_norm_of_all()))
+            self.replaced.append((torch.linalg, "vector_norm", _float64_norm_of_all()))
         if adaptive is not None:
             settings |= {"moment2_method": adaptive}
         build = Muon if adaptive is None else AdaptiveMuon
@@ -54,7 +54,7 @@ class WholeMuon:
         ):
             for matrix, part in zip(matrices, _parts(each, grad), strict=True):
                 matrix.grad = part
-            replaced = [*self._replaced]
+            replaced = [*self.replaced]
             if each.keys.get("transposed"):
                 scale = muon.get_muon_scale_factor
                 turned = lambda rows, cols, mode, scale=scale: scale(cols, rows, mode)  # noqa: E731
@@ -78,7 +78,10 @@ class WholeMuon:
 
 
 def differences(
-    parameters: Sequence[Any], optimizer: Any, wholes: Sequence[Sequence[torch.Tensor]]
+    parameters: Sequence[Any],
+    optimizer: Any,
+    wholes: Sequence[Sequence[torch.Tensor]],
+    atol: float = 0.0,
 ) -> list[str]:
     """List values and momentum of which this rank's part is not that of ``WholeMuon.wholes()``.
 
@@ -86,14 +89,17 @@ def differences(
         parameters: Those of ``WholeMuon``.
         optimizer: The optimizer that has stepped them.
         wholes: Whole value and momentum of each parameter.
+        atol: Absolute difference that is no difference.
     """
     different = []
     for i, (each, expected) in enumerate(zip(parameters, wholes, strict=True)):
         pair = (each.param, optimizer.state[each.param]["momentum_buffer"])
         for what, ours, whole in zip(("value", "momentum"), pair, expected, strict=True):
             ours, part = getattr(ours, "to_local", lambda ours=ours: ours)(), each.own(whole)
-            if not torch.equal(ours, part):
-                worst = float((ours - part).abs().max()) if ours.shape == part.shape else math.inf
+            worst = math.inf
+            if ours.shape == part.shape:
+                worst = float((ours - part).abs().max()) if ours.numel() else 0.0
+            if not torch.equal(ours, part) and not worst <= atol > 0:
                 different.append(f"weight.{i}, {what}: {worst:.1e}")
     return different
 

@@ -1,73 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is orthogonalized apart: which parameters are tagged, how, and the bits that come out."""
+"""What is orthogonalized apart: parameters are tagged; test_muon.py has the bits that come out."""
 
-import itertools
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
-from helpers.sharded_muon import build_optimizers, init_group, step_both
 
 from megatron_muon.plan.layout import Splits, all_heads, halves
-
-# Columns, rows, rows of a group of blocks, and whether blocks are heads.
-BLOCKS = {
-    "gate and up": (24, 40, (20, 20), False),
-    "gate and up, interleaved": (24, 48, (8, 8), False),
-    "gated attention": (24, 48, (8, 8, 4, 4), False),
-    "heads of query, key and value": (24, 32, (4,) * 8, True),
-    "latent queries": (12, 32, (5, 3), False),
-    "heads of latent queries": (12, 32, (5, 3) * 4, True),
-    "latent keys and values": (12, 36, (5, 4), False),
-    "one block": (24, 30, (30,), False),
-}
-
-
-# By number of ranks: ranks that rows are sharded over, tensor-parallel ranks and their mode.
-GRIDS = {
-    2: [(2, 1, "blockwise")],
-    3: [(3, 1, "blockwise")],
-    4: [(4, 1, "blockwise"), (2, 2, "duplicated"), (2, 2, "blockwise")],
-}
-
-
-def _step_blocks(world_size: int) -> list[str]:
-    """Step each layout, cut anywhere, empty shards included, and list what differs."""
-    init_group()
-    different = []
-    for (num_shards, num_tensor_ranks, mode), comm_dtype in itertools.product(
-        GRIDS[world_size], ("fp32", "bf16")
-    ):
-        draw = random.Random(num_shards)
-        cases = []
-        for cols, rows, _, _ in BLOCKS.values():
-            cuts = sorted(draw.randint(0, rows) for _ in range(num_shards - 1))
-            cases.append((cols, [b - a for a, b in itertools.pairwise([0, *cuts, rows])]))
-        optimizers = build_optimizers(
-            num_shards,
-            {"tp_mode": mode},
-            {"comm_dtype": comm_dtype},
-            num_tensor_ranks=num_tensor_ranks,
-            cases=cases,
-            blocks=[split for _, _, split, _ in BLOCKS.values()],
-            by_head=[is_head for _, _, _, is_head in BLOCKS.values()],
-        )
-        step_both(optimizers, comm_dtype)
-        for each in optimizers.differences():
-            name = list(BLOCKS)[int(each.split(".")[1])]
-            different.append(f"{num_shards} shards, {mode}, {comm_dtype}: {name}, {each}")
-    return different
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("world_size", GRIDS)
-def test_blocks_have_the_bits_of_upstreams_split(world_size):
-    """Blocks have upstream's bits, joined over tensor-parallel ranks unless they are heads."""
-    assert run_ranks(world_size, _step_blocks, world_size).check().results == [[]] * world_size
 
 
 def _modules() -> Any:
