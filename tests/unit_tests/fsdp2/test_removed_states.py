@@ -13,7 +13,16 @@ import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import init_group
-from helpers.fsdp2_models import draw_grads, load_state, local, save_state, small_model
+from helpers.fsdp2_models import (
+    copies,
+    draw_grads,
+    equal,
+    load_state,
+    local,
+    save_state,
+    small_model,
+    step,
+)
 from helpers.ranks import run_ranks
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
@@ -50,67 +59,68 @@ def _pop_of_matrices(optimizer: Any) -> None:
         del optimizer.state[param]["momentum_buffer"]
 
 
+def _stepped(is_sharded: bool = False, dtype: Any = torch.float32) -> tuple[Any, MuonAdamW]:
+    model = small_model(dtype, is_sharded=is_sharded)
+    optimizer = MuonAdamW.from_model(model, **OPTIONS)
+    step(model, optimizer, 0)
+    return model, optimizer
+
+
+def _reset_in_the_third_step(reset: Callable, *runs: tuple[Any, list[Any]]) -> None:
+    """Step parameters with optimizers, and compare the parameters of the runs."""
+    for number in range(4):
+        for params, optimizers in runs:
+            draw_grads(params, number)
+            for each in optimizers:
+                if number == 2:
+                    reset(each)
+                each.step()
+    for own, expected in zip(*(params for params, _ in runs), strict=True):
+        # Newton-Schulz of a stack is computed in another order.
+        torch.testing.assert_close(own, expected, rtol=0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize("reset", [_replace, _clear, _delete, _empty, _pop])
 def test_removed_state_is_fresh(reset):
     """State that is removed in any way starts anew, as in the optimizers of others."""
-    ours = small_model()
-    theirs = copy.deepcopy(ours)
-    optimizer = MuonAdamW.from_model(ours, **OPTIONS)
+    ours, theirs = small_model(), small_model()
     matrices = [theirs.up.weight, theirs.down.weight]
     others = [p for p in theirs.parameters() if all(p is not matrix for matrix in matrices)]
     references = [
         WholeMatrixMuon(matrices, **OPTIONS),
         torch.optim.AdamW(others, lr=0.1, weight_decay=0.1),
     ]
-    for step in range(4):
-        if step == 2:
-            for each in (optimizer, *references):
-                reset(each)
-        for model, optimizers in ((ours, [optimizer]), (theirs, references)):
-            draw_grads(model.parameters(), step)
-            for each in optimizers:
-                each.step()
-    for own, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        # Newton-Schulz of a stack is computed in another order.
-        torch.testing.assert_close(own, expected, rtol=0.0, atol=1e-6)
+    optimizer = MuonAdamW.from_model(ours, **OPTIONS)
+    _reset_in_the_third_step(
+        reset, ([*ours.parameters()], [optimizer]), ([*theirs.parameters()], references)
+    )
 
 
 @pytest.mark.parametrize("method", ["normuon", "namo", "adamuon"])
 def test_removed_second_moments_are_zero(method):
     """Second moments start at zero after their state is removed."""
-    shapes = [(6, 4), (4, 9)]
-    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    settings = {"weight_decay_method": "decoupled", "beta2": 0.9, "eps": 1e-8}
-    muon = Muon(ours, adaptive=method, **OPTIONS, **settings)
-    reference = AdaptiveMuon(
-        theirs,
-        moment2_method=method,
-        momentum=0.95,
-        coefficient_type="quintic",
-        num_ns_steps=5,
-        extra_scale_factor=1.0,
-        **OPTIONS,
-        **settings,
+    ours, theirs = (
+        [torch.nn.Parameter(torch.ones(shape)) for shape in ((6, 4), (4, 9))] for _ in range(2)
     )
-    for step in range(4):
-        if step == 2:
-            muon.state.clear()
-            reference.state.clear()
-        for params, each in ((ours, muon), (theirs, reference)):
-            draw_grads(params, step)
-            each.step()
-    for own, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own, expected, rtol=0.0, atol=1e-6)
+    settings = {**OPTIONS, "weight_decay_method": "decoupled", "beta2": 0.9, "eps": 1e-8}
+    muon = Muon(ours, adaptive=method, **settings)
+    settings |= {"momentum": 0.95, "coefficient_type": "quintic", "num_ns_steps": 5}
+    reference = AdaptiveMuon(theirs, moment2_method=method, extra_scale_factor=1.0, **settings)
+    _reset_in_the_third_step(_clear, (ours, [muon]), (theirs, [reference]))
+
+
+of_each = pytest.mark.parametrize(
+    "make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)]
+)
 
 
 @pytest.mark.parametrize("reset", [_replace, _clear, _delete, _pop_of_matrices])
-@pytest.mark.parametrize("make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)])
+@of_each
 def test_state_is_loaded_after_it_was_removed(make, reset):
     """A state is loaded after the current one was removed, instead of refused."""
     model = small_model()
     optimizer = make(model, **OPTIONS)
-    draw_grads(model.parameters(), 0)
-    optimizer.step()
+    step(model, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
     reset(optimizer)
     optimizer.load_state_dict(state)
@@ -120,7 +130,7 @@ def test_state_is_loaded_after_it_was_removed(make, reset):
         assert all(torch.equal(values[key], value) for key, value in state["state"][number].items())
 
 
-@pytest.mark.parametrize("make", [MuonAdamW.from_model, lambda m, **o: Muon([m.up.weight], **o)])
+@of_each
 def test_state_of_the_start_is_loaded_later(make):
     """A state from before the first step loads later, as a search for a learning rate does."""
     ends = []
@@ -129,23 +139,18 @@ def test_state_of_the_start_is_loaded_later(make):
         optimizer = make(model, **OPTIONS)
         start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         if is_searching:
-            draw_grads(model.parameters(), 7)
-            optimizer.step()
+            step(model, optimizer, 7)
             model.load_state_dict(start[0])
             optimizer.load_state_dict(start[1])
-        for step in range(2):
-            draw_grads(model.parameters(), step)
-            optimizer.step()
-        ends.append([param.detach() for param in model.parameters()])
-    assert all(map(torch.equal, *ends))
+        for seed in range(2):
+            step(model, optimizer, seed)
+        ends.append(copies(model, optimizer))
+    assert equal(*ends)
 
 
 def test_hooks_of_a_load_come_before_all_comparisons_and_after_all_changes():
     """Hooks of a load may convert states of others before they are compared."""
-    model = small_model()
-    optimizer = MuonAdamW.from_model(model, **OPTIONS)
-    draw_grads(model.parameters(), 0)
-    optimizer.step()
+    _, optimizer = _stepped()
     state, calls = copy.deepcopy(optimizer.state_dict()), []
     foreign = copy.deepcopy(state)
     for values in foreign["state"].values():
@@ -174,22 +179,18 @@ WRAPPED = ["layers.0._orig_mod.{}", "module.layers.0.{}", "layers.0._checkpoint_
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_names_of_wrappers_do_not_count(form, is_saved):
     """Names with the prefixes of wrappers match names without them in a state."""
-    momentum = []
-    saved = None
-    for name in (form, "layers.0.{}") if is_saved else ("layers.0.{}", form):
-        params = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
-        # In another order: positions do not decide.
-        keys = "ab" if saved is None else "ba"
-        muon = Muon([(name.format(key), param) for key, param in zip(keys, params, strict=True)])
-        if saved is None:
-            draw_grads(params, 0)
-            muon.step()
-            saved = copy.deepcopy(muon.state_dict())
-        else:
-            muon.load_state_dict(saved)
-            params.reverse()
-        momentum.append([muon.state[param]["momentum_buffer"] for param in params])
-    assert all(map(torch.equal, *momentum)) and not torch.equal(*momentum[0])
+    forms = (form, "layers.0.{}") if is_saved else ("layers.0.{}", form)
+    runs = []
+    # In another order: positions do not decide.
+    for name, keys in zip(forms, ("ab", "ba"), strict=True):
+        params = {key: torch.nn.Parameter(torch.ones(4, 3)) for key in keys}
+        runs.append((params, Muon([(name.format(key), param) for key, param in params.items()])))
+    (params, saved), (_, loaded) = runs
+    draw_grads(params.values(), 0)
+    saved.step()
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    first, second = ([run.state[of[key]]["momentum_buffer"] for key in "ab"] for of, run in runs)
+    assert all(map(torch.equal, first, second)) and not torch.equal(*first)
 
 
 def _put(value: Callable[[Any], Any], key: str = "momentum_buffer") -> Callable[[Any], None]:
@@ -204,10 +205,7 @@ def _put(value: Callable[[Any], Any], key: str = "momentum_buffer") -> Callable[
 
 def test_copies_of_bfloat16_parameters_stay_in_float32():
     """A copy of a bfloat16 parameter that somebody rounds to bfloat16 is refused."""
-    model = small_model().to(torch.bfloat16)
-    optimizer = MuonAdamW.from_model(model, **OPTIONS)
-    draw_grads(model.parameters(), 0)
-    optimizer.step()
+    _, optimizer = _stepped(dtype=torch.bfloat16)
     _put(lambda value: value.bfloat16(), "main_param")(optimizer)
     with pytest.raises(RuntimeError, match="expected main_param of .*torch.float32"):
         optimizer.step()
@@ -239,10 +237,7 @@ FAULTS: list[tuple[Callable[[Any], None], str]] = [
 def _change_one_rank() -> None:
     """Change state on rank 1 alone, and then load."""
     for change, said in FAULTS:
-        model = small_model(is_sharded=True)
-        optimizer = MuonAdamW.from_model(model, **OPTIONS)
-        draw_grads(model.parameters(), 0)
-        optimizer.step()
+        model, optimizer = _stepped(is_sharded=True)
         state = copy.deepcopy(optimizer.state_dict())
         if dist.get_rank() == 1:
             change(optimizer)
@@ -262,21 +257,16 @@ def _change_one_rank() -> None:
 def _save_after_a_reset(folder: str) -> None:
     """Save at once after state was removed, load, and go on as a run that did not stop."""
     for number, reset in enumerate((_replace, _delete, _pop_of_matrices)):
-        model = small_model(is_sharded=True)
-        optimizer = MuonAdamW.from_model(model, **OPTIONS)
-        draw_grads(model.parameters(), 0)
-        optimizer.step()
+        model, optimizer = _stepped(is_sharded=True)
         model.zero_grad()
         reset(optimizer)
         save_state(f"{folder}/{number}", model, optimizer)
         other = small_model(is_sharded=True)
         loaded = MuonAdamW.from_model(other, **OPTIONS)
         load_state(f"{folder}/{number}", other, loaded)
-        for run, each in ((model, optimizer), (other, loaded)):
-            draw_grads(run.parameters(), 1)
-            each.step()
-        for own, expected in zip(other.parameters(), model.parameters(), strict=True):
-            assert torch.equal(local(own), local(expected))
+        step(model, optimizer, 1)
+        step(other, loaded, 1)
+        assert equal(copies(other, loaded), copies(model, optimizer))
 
 
 def _on_two_ranks(folder: str) -> None:

@@ -4,14 +4,13 @@
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.device import device, init_group, kind
-from helpers.fsdp2_models import draw_grads, local, small_model
+from helpers.fsdp2_models import copies, draw_grads, equal, error_of, local, small_model, step
 from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,37 +27,26 @@ def _muon_adamw(model: Any) -> MuonAdamW:
     return MuonAdamW.from_model(model, lr=0.1)
 
 
-def _stepped(model: Any, make: Callable[[Any], Any] = _muon_adamw) -> tuple[Any, Any]:
-    """Build an optimizer, and make a step."""
-    optimizer = make(model)
-    draw_grads(model.parameters(), 0)
-    optimizer.step()
+def _sharded() -> tuple[Any, Any]:
+    """Build a sharded model and its optimizer, and make a step."""
+    model = small_model(is_sharded=True)
+    optimizer = _muon_adamw(model)
+    step(model, optimizer, 0)
     return model, optimizer
-
-
-def _values(model: torch.nn.Module, optimizer: Any) -> list[Any]:
-    """Return copies of this rank's weights and state."""
-    params = list(model.parameters())
-    states = [each for param in params for each in optimizer.state.get(param, {}).values()]
-    return [local(each).detach().clone() for each in (*params, *states)]
-
-
-def _is_equal(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def _attempt(optimizer: Any, *tensors: Any) -> tuple[str, list[bool]]:
     """Step; return the error, and which tensors are as they were."""
     before = [local(each).detach().clone() for each in tensors]
-    error = _error_of(optimizer.step)
+    error = error_of(optimizer.step)
     return error, [torch.equal(old, local(new)) for old, new in zip(before, tensors, strict=True)]
 
 
 def _refused(optimizer: Any, model: torch.nn.Module) -> str:
     """Step, and return the error; weights and state are as they were."""
-    before = _values(model, optimizer)
-    error = _error_of(optimizer.step)
-    assert _is_equal(before, _values(model, optimizer))
+    before = copies(model, optimizer)
+    error = error_of(optimizer.step)
+    assert equal(before, copies(model, optimizer))
     return error
 
 
@@ -87,12 +75,7 @@ class FailAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _error_of(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+HALF = "step: expected weights and state of a complete step"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +88,9 @@ def _error_of(function: Callable[[], Any]) -> str:
 )
 def test_step_after_one_that_ended_in_the_middle(make, dtype):
     """A step that fails at any operation is repeated or refused, never continued halfway."""
-    model, optimizer = _stepped(small_model(dtype), make)
+    model = small_model(dtype)
+    optimizer = make(model)
+    step(model, optimizer, 0)
     weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     draw_grads(model.parameters(), 1)
 
@@ -115,20 +100,19 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
 
     with FailAt(None) as operations:
         optimizer.step()
-    expected = _values(model, optimizer)
-    refused = []
+    expected, refused = copies(model, optimizer), []
     for number, name in enumerate(operations.names):
         load()
         with pytest.raises(RuntimeError), FailAt(number):
             optimizer.step()
-        error = _error_of(optimizer.step)
+        error = error_of(optimizer.step)
         if error != "no error":
-            assert "step: expected weights and state of a complete step" in error
+            assert HALF in error
             refused.append(number)
             # What to do, as it says.
             load()
             optimizer.step()
-        assert _is_equal(_values(model, optimizer), expected), name
+        assert equal(copies(model, optimizer), expected), name
     # Before the first change a step may be repeated, and after it never.
     first = refused[0]
     assert 0 < first < len(operations.names) // 4
@@ -140,7 +124,7 @@ def _interrupt() -> None:
 
     The other rank had gone on, with weights that were not those of a step.
     """
-    model, optimizer = _stepped(small_model(is_sharded=True))
+    model, optimizer = _sharded()
     with FailAt(None) as operations:
         optimizer.step()
     joined = [i for i, name in enumerate(operations.names) if name.startswith("c10d")]
@@ -151,16 +135,13 @@ def _interrupt() -> None:
         draw_grads(model.parameters(), 1)
         is_failing = dist.get_rank() == 1 or after == lerp
         with FailAt(number if is_failing else None, *after):
-            failed = _error_of(optimizer.step)
+            failed = error_of(optimizer.step)
         assert failed.startswith("no memory") == is_failing
         refused = _refused(optimizer, model)
-        assert (
-            "rank" in refused
-            and "1: step: expected weights and state of a complete step" in refused
-        ), refused
+        assert "rank" in refused and f"1: {HALF}" in refused, refused
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        assert _error_of(optimizer.step) == "no error"
+        assert error_of(optimizer.step) == "no error"
 
 
 def _spoil_gradients() -> None:
@@ -169,7 +150,7 @@ def _spoil_gradients() -> None:
     AdamW's shards had taken different numbers of steps, or one became NaN, in silence.
     """
     is_last = dist.get_rank() == 1
-    model, optimizer = _stepped(small_model(is_sharded=True))
+    model, optimizer = _sharded()
     up, norm, embed = model.up.weight, model.norm.weight, model.embed.weight
 
     def not_finite(param: Any, value: float) -> None:
@@ -217,16 +198,16 @@ def _step_without_matrices(has_one: bool) -> None:
     others: dict[str, Any] = {"params": [("norm", norm), ("plain", plain)], "algorithm": "lion"}
     matrices = [{"params": [("w", matrix)]}] if has_one and rank == 0 else []
     optimizer = MuonAdamW([others, *matrices])
-    for step in range(3):
-        draw_grads(model.parameters(), step)
+    for number in range(3):
+        draw_grads(model.parameters(), number)
         if rank == 0:
             matrix.grad = distribute_tensor(torch.ones(4, 4), own[0], [Replicate()])
         # Nobody says which ranks have others of it: each has its own.
         plain.grad = torch.ones_like(plain) if rank else None
-        if step == 1 and rank == 1:
+        if number == 1 and rank == 1:
             norm.grad._local_tensor.fill_(math.nan)
         error, stays = _attempt(optimizer, norm, plain)
-        if step == 1:
+        if number == 1:
             assert "rank 1: norm: expected a finite gradient" in error and all(stays)
         else:
             assert (error, stays) == ("no error", [False, rank == 0]), error
@@ -251,13 +232,9 @@ def _empty_of_another_shape() -> None:
         param.grad = cut((usual if i < 2 else other) if is_empty else torch.ones_like(whole))
     a, b, c, d, without = params
     without.grad = None if is_empty else without.grad
-    optimizer = MuonAdamW(
-        [
-            {"params": [("a", a), ("c", c), ("without", without)]},
-            {"params": [("b", b), ("d", d)], "algorithm": "adamw"},
-        ]
-    )
-    assert _error_of(optimizer.step) == "no error"
+    of_adamw = {"params": [("b", b), ("d", d)], "algorithm": "adamw"}
+    optimizer = MuonAdamW([{"params": [("a", a), ("c", c), ("without", without)]}, of_adamw])
+    assert error_of(optimizer.step) == "no error"
     for one, two in ((a, c), (a, without), (b, d)):
         assert torch.equal(local(one), local(two))
     # A logger may read them afterwards.
@@ -268,8 +245,8 @@ def _faults_of_one_rank() -> None:
     init_group()
     _interrupt()
     _spoil_gradients()
-    _step_without_matrices(has_one=True)
-    _step_without_matrices(has_one=False)
+    for has_one in (True, False):
+        _step_without_matrices(has_one)
     _empty_of_another_shape()
 
 
@@ -282,10 +259,10 @@ def test_all_ranks_refuse_a_step_where_one_does():
 def _leave_in_the_middle() -> list[Any]:
     """Fail on rank 1 before its first collective of rows, where it leaves the job."""
     init_group()
-    model, optimizer = _stepped(small_model(is_sharded=True))
+    model, optimizer = _sharded()
     is_last = dist.get_rank() == 1
     with FailAt(0 if is_last else None, "aten._foreach_lerp", 1):
-        first = _error_of(optimizer.step)
+        first = error_of(optimizer.step)
     if is_last:
         # As a process does that ends.
         dist.destroy_process_group()
@@ -306,7 +283,7 @@ def test_rank_whose_peer_has_left_does_not_step_again():
 def test_sparse_gradient_is_refused_with_its_remedy():
     """A sparse gradient is refused with advice to change its embedding."""
     embedding = torch.nn.Embedding(6, 4, sparse=True, device=device())
-    optimizer = MuonAdamW.from_model(embedding, lr=0.1)
+    optimizer = _muon_adamw(embedding)
     embedding(torch.tensor([1, 2], device=device())).sum().backward()
     assert "Leave sparse=True out of nn.Embedding" in _refused(optimizer, embedding)
 

@@ -347,3 +347,30 @@ def small_model(dtype: torch.dtype = torch.float32, *, is_sharded: bool = False)
     if is_sharded:
         fully_shard(model, mesh=init_device_mesh(kind(), (dist.get_world_size(),)))
     return model
+
+
+def step(model: Any, optimizer: Any, seed: int) -> None:
+    """Step with gradients that are drawn."""
+    draw_grads(model.parameters(), seed)
+    optimizer.step()
+
+
+def copies(model: Any, optimizer: Any) -> list[Any]:
+    """Return copies of this rank's weights and state."""
+    params = list(model.parameters())
+    states = [each for param in params for each in optimizer.state.get(param, {}).values()]
+    return [local(each).detach().clone() for each in (*params, *states)]
+
+
+def equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether lists of tensors are equal."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> str:
+    """Return the text of an error that ranks agree on, or ``no error``."""
+    try:
+        function(*args)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
