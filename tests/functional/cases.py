@@ -47,18 +47,7 @@ class CaseError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One training on one platform.
-
-    Args:
-        model: Folder of the case, ``gpt`` or ``moe``.
-        name: Name of the case.
-        platform: ``dgx_h100`` or ``cpu``.
-        num_ranks: Processes on one machine.
-        environment: Variables of the training processes.
-        arguments: Megatron's flags to their values as text; ``true`` for a flag without a value.
-        test_type: ``regular`` or ``ckpt-resume``.
-        metrics: TensorBoard scalars that are compared.
-    """
+    """One training on one platform."""
 
     model: str
     name: str
@@ -157,11 +146,7 @@ def _load_case(name: str, settings: Mapping[str, Any]) -> Case:
 
 
 def select_cases(names: list[str], platform: str) -> list[Case]:
-    """Choose cases by name, or all of a platform.
-
-    Raises:
-        CaseError: A name is unknown, or no case of that name runs on the platform.
-    """
+    """Choose cases by name, or all of a platform."""
     cases = load_cases()
     here = {case.name: case for case in cases if case.platform == platform}
     for name in names:

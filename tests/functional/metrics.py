@@ -44,15 +44,7 @@ def read_events(folder: Path, run: int) -> dict[str, Values]:
 def write_golden(
     path: Path, metrics: dict[str, Values], train_iters: int, recorded_on: str | None = None
 ) -> None:
-    """Write metrics in Megatron's format: a value an iteration, five decimals.
-
-    Args:
-        path: File to write.
-        metrics: Values of each metric.
-        train_iters: Iterations of the run.
-        recorded_on: Kind of CPU, where the last digit depends on it. It is a key of each metric,
-            where Megatron's reader ignores what it does not know; beside the metrics it would not.
-    """
+    """Write metrics in Megatron's format: a value an iteration, five decimals."""
     steps = range(1, train_iters + 1)
     kind = {"recorded_on": recorded_on} if recorded_on else {}
     golden = {

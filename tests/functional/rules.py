@@ -83,14 +83,7 @@ def compare_with_golden(
 def compare_with_unsharded(
     found: Values, unsharded: Values, train_iters: int, tolerance: float
 ) -> Verdict:
-    """Compare the loss of every iteration with that of the same training without sharding.
-
-    Args:
-        found: Losses of the sharded run.
-        unsharded: Losses under DDP.
-        train_iters: Iterations both have to have.
-        tolerance: Largest relative difference.
-    """
+    """Compare the loss of every iteration with that of the same training without sharding."""
     steps = range(1, train_iters + 1)
     missing = [i for i in steps if i not in found or i not in unsharded]
     if missing:

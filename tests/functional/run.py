@@ -38,14 +38,7 @@ PLATFORMS = ("cpu", "dgx_h100")
 
 
 class Runner:
-    """Runs cases in a folder of its own; inputs are read only.
-
-    Args:
-        output: Folder for events, checkpoints and metrics of all cases.
-        script: Training script to launch.
-        exactly: Whether golden values recorded on this kind of CPU have to be equal.
-        train: Starts the ranks of one training, ``launched_run.train()`` or one called like it.
-    """
+    """Runs cases in a folder of its own; inputs are read only."""
 
     def __init__(
         self, output: Path, script: Path, exactly: bool, train: Callable[..., Any] = train
@@ -57,12 +50,7 @@ class Runner:
         self.unsharded_losses: dict[tuple, Values] = {}
 
     def run(self, case: Case) -> list[Verdict]:
-        """Train a case, once more from its checkpoint if it resumes, and judge it.
-
-        Raises:
-            RuntimeError: A training failed.
-            MetricsError: A training left no metrics.
-        """
+        """Train a case, once more from its checkpoint if it resumes, and judge it."""
         folder = self.output / case.name
         folder.mkdir(parents=True)
         self._train(case, case.arguments, folder, load=folder / "none")

@@ -45,13 +45,7 @@ ADAPTIVE_LAYOUTS = ("uneven", "columns", "experts", "expert_rows", "expert_colum
 
 
 class Row(NamedTuple):
-    """A layout on so many ranks.
-
-    Args:
-        build: Makes the parameters.
-        settings: With which they are stepped.
-        marks: Marks of the test.
-    """
+    """A layout on so many ranks."""
 
     build: Callable[[], list[Sharded]]
     settings: Sequence[Setting] = PLAIN

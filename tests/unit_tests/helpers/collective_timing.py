@@ -273,12 +273,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def collectives_run(when: When, *, forgotten: int | None = None) -> Iterator[Timing]:
-    """Replace the collectives of ``torch.distributed``; all ranks together.
-
-    Args:
-        when: When messages are read from send buffers.
-        forgotten: See ``Timing``.
-    """
+    """Replace the collectives of ``torch.distributed``; all ranks together."""
     timing = Timing(when, forgotten)
     names = (*_ASYNCHRONOUS, *_SYNCHRONOUS, *_UNKNOWN)
     originals = {name: getattr(dist, name) for name in names}

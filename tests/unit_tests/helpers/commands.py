@@ -20,13 +20,7 @@ _LIMIT_S = 1800  # against a hang alone
 def run_command(
     *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of the repository to its end.
-
-    Args:
-        *arguments: The program and its arguments.
-        cwd: Folder to run it in.
-        env: Variables to set beside those of this process.
-    """
+    """Run a command of the repository to its end."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(

@@ -87,14 +87,7 @@ PIECES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank of a world computes.
-
-    Args:
-        kind: ``cpu`` or ``cuda``.
-        local_rank: Index of its GPU; on CPU ranks its rank.
-        backend: Of its process groups, ``gloo`` or ``nccl``.
-        variables: Environment variables that it needs.
-    """
+    """Where one rank of a world computes."""
 
     kind: str
     local_rank: int
@@ -165,11 +158,7 @@ def has_stacks(cost_model: str) -> bool:
 
 
 def claim_gpu(backend: str) -> None:
-    """Use this rank's GPU, and add what gloo lacks of NCCL if ranks communicate over gloo.
-
-    Raises:
-        RuntimeError: The process that this one was forked from has used CUDA.
-    """
+    """Use this rank's GPU, and add what gloo lacks of NCCL if ranks communicate over gloo."""
     import torch
 
     torch.cuda.set_device(device())

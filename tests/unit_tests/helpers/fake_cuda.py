@@ -31,28 +31,15 @@ _ASKED_FOR = ("newton_schulz/", "step/lion.py", "torch/optim/adam.py", "megatron
 
 
 class Allocation(NamedTuple):
-    """Memory that an operation took on the device.
-
-    Args:
-        num_bytes: Of the new storage.
-        file: File of the package that asked for it, or of an optimizer; an empty string for others.
-        live_bytes: Of all that are still there since the last wait of the host.
-    """
+    """Memory that an operation took on the device."""
 
     num_bytes: int
     file: str
-    live_bytes: int
+    live_bytes: int  # of all that are there since the last wait of the host
 
 
 class Wait(NamedTuple):
-    """A wait of the host for the GPU.
-
-    Args:
-        file: As of an allocation.
-        line: In this file.
-        cause: Operation or function.
-        num_allocations: Number of allocations before.
-    """
+    """A wait of the host for the GPU."""
 
     file: str
     line: int
@@ -143,13 +130,7 @@ class Recorder(OperationCounter):
             self.slow_copies.append(self._wait(name))
 
     def not_agreed_on(self, num_before: int, small_bytes: int) -> list[Allocation]:
-        """Return the allocations that nothing before an agreement of ranks has asked for.
-
-        Args:
-            num_before: Allocations before the agreement, which is a wait; the engine's workspace is
-                one of them.
-            small_bytes: Smaller ones are allowed.
-        """
+        """Return the allocations that nothing before an agreement of ranks has asked for."""
         before, after = self.allocations[:num_before], self.allocations[num_before:]
         asked_bytes = max(each.num_bytes for each in before if each.file == "runtime/engine.py")
         assert asked_bytes > 100 * small_bytes

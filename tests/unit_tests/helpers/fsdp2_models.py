@@ -25,21 +25,13 @@ from helpers.device import device, kind
 
 @dataclass
 class Sharded:
-    """A parameter, and the whole one.
-
-    Args:
-        param: DTensor parameter.
-        whole: All of it, equal on all ranks that share it.
-        keys: Keys of its parameter group.
-        arguments: Arguments of its optimizer.
-        has_empty_grads: Whether an empty part gets a gradient.
-    """
+    """A parameter, and the whole one."""
 
     param: Any
     whole: Any
     keys: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
-    has_empty_grads: bool = True
+    has_empty_grads: bool = True  # whether an empty part gets a gradient
 
     def own(self, whole: Any) -> Any:
         """Cut this rank's part out of a tensor that is shaped like the whole one."""
@@ -116,17 +108,7 @@ def shard(
     before_dim: int | None = None,
     **keys: Any,
 ) -> Sharded:
-    """Make a parameter that ``fully_shard`` has sharded.
-
-    Args:
-        shape: Shape of the whole parameter.
-        seed: Seed of its values.
-        mesh: One axis, or replicas and shards.
-        dim: Dimension that is cut.
-        before: Mesh over which it is a DTensor before, if any.
-        before_dim: Dimension that this mesh cuts; None where it replicates.
-        **keys: Keys of its parameter group.
-    """
+    """Make a parameter that ``fully_shard`` has sharded, behind another mesh if there is one."""
     whole = drawn(shape, seed)
     value = whole.clone()
     if before is not None:

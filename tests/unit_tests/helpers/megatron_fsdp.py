@@ -96,17 +96,7 @@ def _net(wholes: Sequence[Any], has_bias: bool) -> Any:
 
 
 class ShardedNet:
-    """A model, and the values that it had before it was sharded.
-
-    Args:
-        layout: One of ``LAYOUTS``.
-        shapes: Of the weights of its layers.
-        seed: Of their values.
-        units: Whether each layer is sharded by itself, in front of the model.
-        has_bias: Whether layers have biases.
-        dtype: Of the weights that compute.
-        policy: Arguments of ``MixedPrecisionPolicy``.
-    """
+    """A model, and the values that it had before it was sharded."""
 
     def __init__(
         self,
@@ -200,16 +190,7 @@ MESHES: dict[str, tuple[tuple[int, int, int], int | None]] = {
 
 
 class Version1:
-    """A model that version 1 has sharded.
-
-    Args:
-        layout: One of ``MESHES``.
-        unit: Name of the class whose parameters share a buffer.
-        shapes: Of the matrices.
-        seed: Of their values.
-        copies: Positions of the matrices that tensor parallelism replicates.
-        strategy: Of the data-parallel axes.
-    """
+    """A model that version 1 has sharded."""
 
     def __init__(
         self,

@@ -77,17 +77,7 @@ def row(
     setting: Setting = FP32,
     is_slow: bool = True,
 ) -> Any:
-    """Return a row of the table of test_parity.py.
-
-    Args:
-        name: Its id.
-        world_size: Number of ranks.
-        sharding: Stage of ZeRO, or ``v2`` for Megatron-FSDP v2.
-        *flags: Flags under DDP too.
-        fsdp: Further flags under Megatron-FSDP.
-        setting: Optimizer and precision.
-        is_slow: Whether it runs in the whole suite only.
-    """
+    """Return a row of the table of test_parity.py."""
     marks = [pytest.mark.slow] if is_slow else []
     zero, version = (3, V2) if sharding == "v2" else (int(sharding), ())
     if version:

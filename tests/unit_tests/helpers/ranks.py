@@ -142,16 +142,7 @@ def run_ranks(
 def run_cases(
     world_size: int, cases: Mapping[str, Callable[[], Any]], *, timeout_s: float = 240.0
 ) -> dict[str, list[Any]]:
-    """Run functions one after the other in one world, which starts once for all of them.
-
-    Args:
-        world_size: Number of ranks; the group of all of them is started.
-        cases: Functions without arguments, by name; as ``function`` of ``run_ranks()``.
-        timeout_s: Seconds after which all ranks are killed, which fails all cases.
-
-    Returns:
-        What each rank returned, by name.
-    """
+    """Run functions one after the other in one world, which starts once for all of them."""
     by_rank = run_ranks(world_size, _run_all, dict(cases), timeout_s=timeout_s).check().results
     return {name: [of_rank[name] for of_rank in by_rank] for name in cases}
 

@@ -57,19 +57,11 @@ def _dtensor(local: Any, mesh: Any, placements: Sequence[Any], shape: Sequence[i
 
 @dataclass
 class Optimizers:
-    """An optimizer on row shards and the reference on whole parameters.
-
-    Args:
-        sharded: Ours; its ``step`` steps the shards.
-        whole: Upstream's, on tensor-parallel-local parameters.
-        params: Sharded parameter, whole one, and a part with the ``name`` and ``own_box`` of the
-            first, for each parameter.
-        tensor_rank: Position of this rank in the tensor group.
-        key: Name of the momentum in the state of both.
-    """
+    """An optimizer on row shards and the reference on whole parameters."""
 
     sharded: Any
     whole: Any
+    # Sharded parameter, whole one, and a part with the name and box of the first.
     params: list[tuple[Any, Any, Any]]
     tensor_rank: int = 0
     key: str = "momentum_buffer"
@@ -268,15 +260,7 @@ def step_both(optimizers: Optimizers, comm_dtype: str, num_steps: int = 3) -> No
 def differences_by_block(
     optimizers: Optimizers, comm_dtype: str, method: str, *, sums_in_float64: bool = True, **of: Any
 ) -> list[str]:
-    """Step beside emerging-optimizers with each block as a parameter; list what differs.
-
-    Args:
-        optimizers: Whose ``sharded`` is stepped.
-        comm_dtype: Dtype of its messages.
-        method: Its method of adaptive Muon.
-        sums_in_float64: Whether the reference sums norms as ranks do; else rounding is allowed.
-        **of: Settings of the reference.
-    """
+    """Step beside emerging-optimizers with each block as a parameter; list what differs."""
     parts = optimizers.joined_parts()
     whole = WholeMuon(parts, comm_dtype, method, **of)
     if not sums_in_float64:

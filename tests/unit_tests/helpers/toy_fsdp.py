@@ -30,11 +30,7 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
 
 
 def start_process_groups(**sizes: int) -> None:
-    """Start torch's and Megatron's process groups in place of an earlier model's.
-
-    Args:
-        **sizes: As of ``initialize_model_parallel``.
-    """
+    """Start torch's and Megatron's process groups in place of an earlier model's."""
     from megatron.core import parallel_state
 
     if dist.is_initialized():
@@ -45,12 +41,7 @@ def start_process_groups(**sizes: int) -> None:
 
 
 def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
-    """Build a two-layer GPT, the same on every rank and in every call.
-
-    Args:
-        is_tied: Whether the embedding is the output layer too.
-        **config_settings: Fields of its ``TransformerConfig``.
-    """
+    """Build a two-layer GPT, the same on every rank and in every call."""
     from megatron.core import tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -113,13 +104,7 @@ def wrap_gpt(gpt: Any, sharding: str, **ddp_settings: Any) -> Any:
 
 
 def build_optimizer(model: Any, exchange: Any = None, **settings: Any) -> Any:
-    """Build the optimizer the way a script on megatron-core does, with the patches enabled.
-
-    Args:
-        model: Wrapped by Megatron-FSDP.
-        exchange: ``ExchangeSettings``, which takes the builder; None for Megatron's own function.
-        settings: Those of ``OptimizerConfig``.
-    """
+    """Build the optimizer the way a script on megatron-core does, with the patches enabled."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer import get_standard_config_overrides as overrides
 

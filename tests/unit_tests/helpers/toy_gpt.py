@@ -121,12 +121,6 @@ def reference(
     """Train upstream's optimizer under DDP on the fewest ranks that the flags allow.
 
     One run serves all that train on the same samples, on any number of ranks.
-
-    Args:
-        *flags: Of the model and its optimizer.
-        compared_with: Ranks of the other run; with its microbatches they decide on the samples.
-        num_microbatches: Of the other run.
-        before: Called on every rank before the launcher.
     """
     _, num_samples, _, size = microbatches(num_microbatches, compared_with, flags)
     cut = int(size) if MOE[0] in flags else None

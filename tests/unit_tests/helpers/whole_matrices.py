@@ -16,14 +16,7 @@ from megatron_muon.newton_schulz.standard import least_norm
 
 
 class WholeMuon:
-    """Upstream's Muon, with each matrix of a parameter as a parameter of its own.
-
-    Args:
-        parameters: With ``param``, ``whole``, ``keys`` and ``own()`` of ``fsdp2_models.Sharded``.
-        comm_dtype: With ``bf16`` norms are summed in float64, as documented.
-        adaptive: Name of the method of adaptive Muon, or None.
-        **settings: Of the optimizer.
-    """
+    """Upstream's Muon with each matrix as a parameter; norms of bf16 messages are in float64."""
 
     def __init__(
         self,
@@ -83,14 +76,7 @@ def differences(
     wholes: Sequence[Sequence[torch.Tensor]],
     atol: float = 0.0,
 ) -> list[str]:
-    """List values and momentum of which this rank's part is not that of ``WholeMuon.wholes()``.
-
-    Args:
-        parameters: Those of ``WholeMuon``.
-        optimizer: The optimizer that has stepped them.
-        wholes: Whole value and momentum of each parameter.
-        atol: Absolute difference that is no difference.
-    """
+    """List values and momentum of which this rank's part is not that of ``WholeMuon.wholes()``."""
     different = []
     for i, (each, expected) in enumerate(zip(parameters, wholes, strict=True)):
         pair = (each.param, optimizer.state[each.param]["momentum_buffer"])
@@ -173,18 +159,7 @@ def orthogonalized(
     steps: int = 5,
     coefficient_type: str = "quintic",
 ) -> torch.Tensor:
-    """Orthogonalize one whole matrix by upstream's function.
-
-    Args:
-        matrix: ``(rows, cols)`` float32, contiguous.
-        precision: ``medium`` for bf16, ``highest`` for fp32.
-        has_float64_norm: Whether its norm is summed in float64.
-        steps: Newton-Schulz steps.
-        coefficient_type: Name of the coefficients.
-
-    Returns:
-        ``(rows, cols)`` float32.
-    """
+    """Orthogonalize one whole matrix by upstream's function."""
     with ExitStack() as stack:
         stack.enter_context(fp32_matmul_precision(precision))
         if has_float64_norm:

@@ -90,16 +90,7 @@ BLOCKS = {
 
 
 class Row(NamedTuple):
-    """Optimizers that are stepped beside whole matrices.
-
-    Args:
-        num_shards: Ranks that rows are sharded over.
-        grid: What shares the work besides.
-        settings: Arguments of both optimizers.
-        exchange: Arguments of ``ExchangeSettings``.
-        options: Other arguments of ``build_optimizers()``.
-        method: Method of adaptive Muon, if any.
-    """
+    """Optimizers that are stepped beside whole matrices."""
 
     num_shards: int
     grid: Grid

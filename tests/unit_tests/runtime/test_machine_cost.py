@@ -59,14 +59,7 @@ GRAM: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """Choices of two ranks, in their order.
-
-    Args:
-        choices: Of Newton-Schulz.
-        gram: Names in ``GRAM``.
-        settings: Of the optimizer.
-        exchange: Others of the exchange.
-    """
+    """Choices of two ranks, in their order."""
 
     choices: Sequence[str]
     gram: Sequence[str] = ("", "")

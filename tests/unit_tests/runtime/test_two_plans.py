@@ -28,13 +28,7 @@ COLS = 12
 
 
 class _Kind:
-    """Matrices of some ranks, which hold the rows of one shard or those of others too.
-
-    Args:
-        seed: Of the values.
-        holders: Ranks of each shard, ascending.
-        rows: Of each shard, by matrix.
-    """
+    """Matrices of some ranks, which hold the rows of one shard or those of others too."""
 
     def __init__(self, name: str, seed: int, holders: list[Any], rows: list[list[int]]) -> None:
         self.shard = next(i for i, ranks in enumerate(holders) if dist.get_rank() in ranks)

@@ -22,11 +22,7 @@ NUM_STEPS = 3
 
 
 class _Streams:
-    """Streams of which the current one runs at once, and the other when somebody waits for it.
-
-    Args:
-        is_late: Whether the other one runs no earlier than that; otherwise at once too.
-    """
+    """Streams of which the current one runs at once, and the other when somebody waits for it."""
 
     def __init__(self, is_late: bool) -> None:
         self.is_late, self.is_other = is_late, False

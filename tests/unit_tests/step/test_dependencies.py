@@ -68,12 +68,7 @@ def test_what_is_missing_or_other_is_named(owner, name, value, expected, monkeyp
 
 
 def _import_error(package: str, error: Exception | None) -> list[str]:
-    """Import as a new process does, though the server of ranks has imported all.
-
-    Args:
-        package: Package whose import fails.
-        error: Its error; None for a release without two names.
-    """
+    """Import as a new process does, though the server of ranks has imported all."""
     from emerging_optimizers.orthogonalized_optimizers import muon
 
     def find_spec(name: str, *_: Any) -> None:
