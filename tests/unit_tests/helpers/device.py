@@ -70,7 +70,6 @@ PIECES: dict[str, tuple[str, ...]] = {
         "fsdp2/test_optimizer.py",
         "fsdp2/test_megatron_fsdp.py",
         "fsdp2/test_megatron_fsdp_v2.py",
-        "fsdp2/test_script.py",
     ),
     "newton_schulz": (
         "newton_schulz/test_backends_on_gpu.py",
@@ -78,7 +77,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     ),
     # Scripts, runs that are saved and resumed, adaptive Muon.
     "training": (
-        "repository/test_train_megatron_core.py",
+        "repository/test_scripts.py",
         "checkpoint/test_resume.py",
         "mcore/test_adaptive_muon.py",
     ),

@@ -1,17 +1,92 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: every element of a matrix goes to its owner once, and comes back to every holder."""
+"""Rows of all ranks, and routes: each element to its owner once, and back to every holder."""
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
-from helpers.layouts import elements_of, plans
+from helpers.layouts import elements_of, matrix_lists, plan_of, plans, rows_cut_at, whole_matrix
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_muon.plan import Route
+from megatron_muon.plan import RankPlan, Route
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.routes import cut, nearest_holder, parts_of
+from megatron_muon.plan.layout import (
+    MatrixLayout,
+    OutputSlice,
+    RowRange,
+    holders_of_segments,
+    rows_in_buffer,
+    tile,
+)
+from megatron_muon.plan.routes import cut, nearest_holder, parts_of, scatter_to
+
+
+@st.composite
+def buffers(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int, int]:
+    """Matrices of one width laid end to end, cut into shards of whole rows for a few ranks."""
+    num_cols = draw(st.integers(1, 9))
+    rows = draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+    world = draw(st.integers(1, 8))
+    starts = [sum(rows[:index]) * num_cols for index in range(len(rows))]
+    shard_size = -(-sum(rows) // world) * num_cols
+    return list(zip(starts, rows, strict=True)), num_cols, shard_size, world
+
+
+@given(buffers())
+def test_shards_cover_every_row_once(case):
+    """Every row of every matrix lies on exactly one rank, wherever the buffer is cut."""
+    matrices, num_cols, shard_size, world = case
+    ranks = [(rank,) for rank in range(world)]
+    held = [0] * world
+    for start, num_rows in matrices:
+        rows = rows_in_buffer(ranks, world * shard_size, start, num_rows, num_cols)
+        assert all(a < b for a, b in rows.values())
+        assert sorted(row for range_ in rows.values() for row in range(*range_)) == list(
+            range(num_rows)
+        )
+        for rank, (first, last) in rows.items():
+            held[rank] += last - first
+    assert max(held) * num_cols <= shard_size
+
+
+def test_last_axis_of_the_mesh_shards_first():
+    """Consecutive rows of HFSDP are on the same inner rank of different instances."""
+    holders = holders_of_segments((2, 3), [10, 11, 12, 20, 21, 22], (0, 1))
+    assert holders == [(10,), (20,), (11,), (21,), (12,), (22,)]
+    found = rows_in_buffer(holders, 24, 4, 8, 2)
+    assert found == {20: (0, 2), 11: (2, 4), 21: (4, 6), 12: (6, 8)}
+
+
+def test_ranks_that_differ_in_other_axes_are_replicas():
+    """Ranks that differ in axes that do not shard are replicas."""
+    assert holders_of_segments((2, 2), [0, 1, 2, 3], (1,)) == [(0, 2), (1, 3)]
+    everyone = holders_of_segments((2, 2), [0, 1, 2, 3], ())
+    assert everyone == [(0, 1, 2, 3)]
+    assert rows_in_buffer(everyone, 12, 0, 3, 4) == dict.fromkeys(range(4), (0, 3))
+
+
+def test_ranks_outside_of_the_matrix_are_left_out():
+    """Ranks that hold nothing of a matrix are left out."""
+    ranks = [(rank,) for rank in range(50)]
+    assert rows_in_buffer(ranks, 400, 100, 3, 4) == {12: (0, 1), 13: (1, 3)}
+
+
+def test_shards_inside_a_row_are_refused():
+    """A boundary inside a row would cut a matrix that Newton-Schulz needs in whole rows."""
+    with pytest.raises(ValueError, match=r"whole rows of 4 elements, got elements \[0, 6\)"):
+        rows_in_buffer([(0,), (1,)], 12, 0, 3, 4)
+
+
+@pytest.mark.parametrize("rows", [((0, 2), (3, 4)), ((0, 2), (1, 4)), ((0, 2), (2, 3))])
+def test_boxes_with_gaps_overlaps_or_missing_rows_are_refused(rows):
+    """A layout that loses or repeats a row is refused at construction."""
+    boxes = {rank: (each, (0, 2)) for rank, each in enumerate(rows)}
+    found = tile((4, 2), OutputSlice(RowRange(0, 4)), boxes)
+    with pytest.raises(ValueError, match="expected regions with 8 elements in all"):
+        MatrixLayout("w", *found, (0, 1))
 
 
 @settings(max_examples=50)
@@ -83,3 +158,109 @@ def test_evenly_spaced_replicas_serve_equally_many_owners(num_shards, num_replic
         for owner in range(num_ranks):
             near = [rank for rank in holders if cost.node(rank) == cost.node(owner)]
             assert nearest_holder(holders, owner, cost) in (near or holders)
+
+
+_COST = CostModel(ranks_per_node=4, stack_tiles=1)
+
+
+@settings(max_examples=50)
+@given(matrix_lists(max_matrices=4), st.sampled_from([1, 2]), st.sampled_from([1, 2**31]))
+def test_every_holder_gets_the_result_of_every_element_once(matrices, num_buckets, staging_bytes):
+    """Every holder gets the result of each of its elements exactly once."""
+    _deliver(matrices, num_buckets, staging_bytes)
+
+
+def test_owners_know_messages_to_other_tensor_ranks():
+    """Owners count the messages that they send to ranks of other tensor ranks."""
+    cells = [[(0, 4), (2, 6)], [(1, 5), (3, 7)]]  # by tensor rank and shard
+    layout = rows_cut_at(12, 8, [7, 5])
+    joined = [whole_matrix(f"joined.{i}", layout, cells, partition_dim=0) for i in range(6)]
+    alone = [whole_matrix(f"alone.{i}", layout, [cells[i % 2]]) for i in range(6)]
+    _deliver([*joined, *alone], num_buckets=2, staging_bytes=2**31)
+
+
+def _deliver(matrices: list[MatrixLayout], num_buckets: int, staging_bytes: int) -> None:
+    """Plan, and carry out all scatters with the names of elements in place of results."""
+    plan = plan_of(matrices, _COST, staging_bytes=staging_bytes, num_buckets=num_buckets)
+    ranks = matrices[0].ranks
+    rank_plans = {rank: RankPlan.build(plan, rank) for rank in ranks}
+    found: dict[int, Counter[Any]] = {rank: Counter() for rank in ranks}
+    for rank, rank_plan in rank_plans.items():
+        for owned in [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]:
+            found[rank].update(each for route in owned.staying for each in elements_of(route))
+    for number in range(len(plan.buckets)):
+        buckets = {rank: rank_plans[rank].buckets[number] for rank in ranks}
+        scatters = {rank: bucket.scatter for rank, bucket in buckets.items()}
+        sections: dict[int, list[Any]] = {}
+        for rank, scatter in scatters.items():
+            received = [
+                element
+                for sender in ranks
+                for route in scatters[sender].sends.get(rank, ())
+                for element in elements_of(route)
+            ]
+            assert len(received) == sum(scatter.receives.values())
+            section = scatter.shard.section_size if scatter.shard else 0
+            sections[rank] = received + [None] * (section - len(received))
+            assert len(sections[rank]) == section
+        for rank, scatter in scatters.items():
+            holders = scatter.shard.holders if scatter.shard else ()
+            memory = [element for holder in holders for element in sections[holder]]
+            assert len(memory) == buckets[rank].num_elements.scatter_receive
+            for route, offset in scatter.arrivals:
+                elements = elements_of(route)
+                assert memory[offset : offset + len(elements)] == elements
+                found[rank].update(elements)
+    for rank in ranks:
+        assert found[rank] == Counter(_held(matrices, rank))
+
+
+def _held(matrices: list[MatrixLayout], rank: int) -> list[tuple[int, int, int, int]]:
+    return [
+        (index, region.block, region.local_row + row, col)
+        for index, matrix in enumerate(matrices)
+        for region in matrix.regions
+        if rank in region.holders
+        for row in range(region.num_rows)
+        for col in range(region.num_cols)
+    ]
+
+
+@given(
+    st.integers(1, 12),
+    st.dictionaries(st.integers(0, 30), st.integers(1, 500), min_size=1),
+)
+def test_replicas_have_equal_sections(num_replicas, elements):
+    """Sections of replicas are equal multiples of eight elements, and hold every result once."""
+    holders = tuple(range(0, 3 * num_replicas, 3))
+    sent: Counter[int] = Counter()
+    filled: Counter[int] = Counter()
+    shard = scatter_to(holders, elements, _COST)
+    for share in shard.shares:
+        filled[share.holder] += share.num_elements
+        sent[share.owner] += share.num_elements
+        first = holders.index(share.holder) * shard.section_size
+        assert first <= share.offset <= first + shard.section_size - share.num_elements
+    assert max(filled.values()) <= shard.section_size
+    if num_replicas > 1:
+        assert shard.section_size % 8 == 0
+        assert shard.num_elements < sum(filled.values()) + 8 * num_replicas
+    assert sent == elements
+
+
+def test_owners_send_to_the_replica_of_their_node():
+    """Owners send to the replica of their node as far as it fits."""
+    # Four ranks a node; replicas on both.
+    shard = scatter_to((1, 5), {0: 24, 3: 16, 6: 40}, _COST)
+    assert shard.section_size == 40
+    assert [(each.owner, each.holder, each.num_elements) for each in shard.shares] == [
+        (0, 1, 24),
+        (3, 1, 16),
+        (6, 5, 40),
+    ]
+    # What is left goes to others of the node first: rank 5 is full with 16.
+    shard = scatter_to((0, 1, 4, 5), {5: 40}, _COST)
+    assert [(each.holder, each.num_elements) for each in shard.shares] == [(0, 8), (4, 16), (5, 16)]
+    shard = scatter_to((1, 5), {0: 24, 6: 56}, _COST)
+    # Owner, holder, first and last element, and where they lie.
+    assert shard.shares == ((0, 1, 0, 24, 0), (6, 1, 40, 56, 24), (6, 5, 0, 40, 40))
