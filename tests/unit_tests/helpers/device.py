@@ -49,11 +49,9 @@ PIECES: dict[str, tuple[str, ...]] = {
         "runtime/test_on_gpu.py",
         "runtime/test_two_plans.py",
         "runtime/test_engine.py",
-        "runtime/test_exchange.py",
         "runtime/test_norms.py",
         "runtime/test_rows_in_cpu_memory.py",
         "runtime/test_engine_builder.py",
-        "runtime/test_domain.py",
         "runtime/test_agreement.py",
     ),
     # Losses of upstream's Muon under DDP.

@@ -119,21 +119,11 @@ def _offloaded_between_steps() -> list[str]:
     ]
 
 
-def _refusals() -> list[str]:
-    errors = []
-    for method, settings in (("namo", {"use_decoupled_weight_decay": False}), ("adam", {})):
-        with pytest.raises(ValueError) as error:
-            _build(method, settings=settings)
-        errors.append(str(error.value))
-    return errors
-
-
 results = cached_cases(
     {
         2: {
             "calls": _calls_of_many_blocks,
             "sums": functools.partial(_by_block, "namo", False, cases=MATRICES),
-            "refusals": _refusals,
             "offload": _offloaded_between_steps,
         },
         3: {"order": _shards_that_start_within_a_query_group},
@@ -184,10 +174,3 @@ def test_state_of_a_whole_block_has_one_name_on_its_ranks():
         "layer.5.weight.moment2_buffer": [3]
     }
     assert "layer.1.weight.moment2_rows" not in joined[0]
-
-
-def test_what_cannot_be_normalized_is_refused_with_the_reason():
-    """Settings that a method cannot have are refused at construction, with the reason."""
-    for of_decay, of_name in results(2)["refusals"]:
-        assert "expected decoupled weight decay with namo" in of_decay
-        assert "expected one of adamuon, normuon, namo, got adam" in of_name

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.device import device, has_stacks
+from helpers.device import has_stacks
 from helpers.ranks import cached_cases
 from helpers.sharded_muon import build_optimizers, differences_by_block, step_both
 
@@ -261,28 +261,6 @@ def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
     return found
 
 
-def _figures() -> list[list[list[float]]]:
-    """Return the norms of gradients and momentum, and those of whole matrices."""
-    found = []
-    for grid in (ONE, REPLICAS, TENSOR):
-        optimizers = build_optimizers(4 // max([1, *grid.values()]), {"nesterov": False}, **grid)
-        optimizers.sharded.muon_step.record_metrics()
-        step_both(optimizers, "fp32", num_steps=1)
-        figures = optimizers.sharded.muon_step.last_metrics()
-        # Tensor-parallel ranks have parts of a matrix, or copies.
-        total, of_parts = torch.zeros(2), torch.zeros(2)
-        for _, whole, _ in optimizers.params:
-            momentum = optimizers.whole.state[whole]["momentum_buffer"]
-            squares = torch.stack([whole.grad.square().sum(), momentum.square().sum()]).cpu()
-            (of_parts if whole.partition_dim >= 0 else total).add_(squares)
-        summed = of_parts.to(device())
-        torch.distributed.all_reduce(summed)
-        total += summed.cpu() * grid.get("num_tensor_ranks", 1) / 4
-        norms = [figures.gradient_norms[0], figures.momentum_norms[0]]
-        found.append([norms, total.sqrt().tolist()])
-    return found
-
-
 def _disagree() -> list[str]:
     """Return the errors of parameters that rank 1 has frozen, named or sharded otherwise."""
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
@@ -315,7 +293,7 @@ def _cases(table: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     }
 
 
-OTHERS = {2: {"errors": _disagree}, 4: {"owners": _owners_of_copies, "figures": _figures}}
+OTHERS = {2: {"errors": _disagree}, 4: {"owners": _owners_of_copies}}
 fast = cached_cases({n: {**rows, **OTHERS.get(n, {})} for n, rows in _cases(FAST).items()})
 slow = cached_cases(_cases(SLOW))
 
@@ -338,13 +316,6 @@ def test_tensor_parallel_replicas_are_orthogonalized_once():
     """Copies on tensor-parallel ranks are one matrix of one plan, and cannot drift apart."""
     router = ["layer.2.weight", 1, [0, 1, 2, 3]]
     assert fast(4)["owners"] == [[[router]] * 2] * 4
-
-
-def test_figures_of_a_step_are_those_of_whole_matrices():
-    """Metrics count rows of replicas and of tensor-parallel copies once."""
-    for figures, expected in itertools.chain(*fast(4)["figures"]):
-        # Sums in float32, in another order.
-        assert figures == pytest.approx(expected, rel=1e-5)
 
 
 def test_ranks_that_disagree_raise_at_construction_on_all_ranks():

@@ -1,17 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks fail together: what one of them knows, all of them raise."""
+"""Ranks agree on errors, and on the process groups of the exchange."""
 
+import datetime
 import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.device import device, init_group
+from helpers.device import device, init_group, kind
 from helpers.ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
+from megatron_muon.runtime.agreement import (
+    new_groups,
+    raise_where_any_rank_fails,
+    raise_where_ranks_differ,
+)
+from megatron_muon.step.plan_inputs import find_plan_inputs
 
 pytestmark = pytest.mark.ranks
 
@@ -99,3 +108,126 @@ def test_other_groups_are_left_alone():
     """Ranks outside of the group neither take part nor fail."""
     assert [found["group"][:8] for found in verdicts()] == ["no error", "no error", "Stopping"]
     assert "rank 2: broken" in verdicts()[2]["group"]
+
+
+TIMEOUT_S = 77.0
+
+
+def _parameter(mesh: Any, placements: list[Any]) -> Any:
+    view = as_dtensor(torch.empty(4, 4), mesh, placements, (8, 4))
+    return PlannedParameter("w", view, view)
+
+
+def _make_groups() -> dict[str, Any]:
+    """Let ranks be in different numbers of groups, which they make and use."""
+    of_rank = {0: [(0, 1, 2)], 1: [(1, 2), (0, 1, 2)], 2: [(1, 2), (0, 1, 2)]}
+    first = new_groups([(0,)] if dist.get_rank() == 0 else [])
+    second = new_groups(of_rank.get(dist.get_rank(), []))
+    for ranks in sorted(second):
+        dist.all_reduce(torch.ones(1, device=device()), group=second[ranks])
+    backends = [each._get_backend(device()) for each in [*first.values(), *second.values()]]
+    return {
+        "made": [len(first), len(second)],
+        "timeouts": [each.options._timeout.total_seconds() for each in backends],
+    }
+
+
+def _find_domains() -> dict[str, Any]:
+    """Find the group of two shards x two replicas, with and without one that the model has."""
+    rank = dist.get_rank()
+    made = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]}
+    holders = dist.new_group([0, 1, 2, 3])
+    parameters, known = [], []
+    # The fifth rank has nothing, and takes part in making groups.
+    if rank < 4:
+        own = [made[pair] for pair in made if rank in pair]
+        mesh = DeviceMesh.from_group(
+            [own[1], own[0]],
+            kind(),
+            mesh=torch.arange(4).view(2, 2),
+            mesh_dim_names=("replica", "shard"),
+        )
+        parameters, known = [_parameter(mesh, [Replicate(), Shard(0)])], [holders]
+    first = find_plan_inputs(parameters, device(), known_groups=known).inputs
+    second = find_plan_inputs(parameters, device()).inputs
+    of_all = _parameter(init_device_mesh(kind(), (dist.get_world_size(),)), [Shard(0)])
+    everyone = find_plan_inputs([of_all], device()).inputs
+    one = torch.ones(1, device=device())
+    if second:
+        dist.all_reduce(one, group=second[0].domain.group)
+    return {
+        "domains": [
+            [
+                list(found.domain.ranks),
+                [list(region.holders) for region in found.matrices[0].regions],
+                dist.get_process_group_ranks(found.replica_group),
+            ]
+            for found in [*first, *second]
+        ],
+        "is_used_again": [
+            not first or first[0].domain.group is holders,
+            not second or second[0].domain.group is not holders,
+            int(one) == (4 if rank < 4 else 1),
+            everyone[0].domain.group is dist.group.WORLD,
+        ],
+    }
+
+
+def _find_crooked_domains() -> str:
+    """Let ranks 0 to 2 hold a third each, and rank 3 think that it has a copy of the last."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1, 2], [2, 3])]
+    parameters = []
+    if dist.get_rank() < 4:
+        mesh = DeviceMesh.from_group(groups[dist.get_rank() == 3], kind())
+        parameters = [_parameter(mesh, [Shard(0)])]
+    try:
+        find_plan_inputs(parameters, device())
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _on_five_ranks() -> dict[str, Any]:
+    init_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    found = {**_make_groups(), **_find_domains(), "error": _find_crooked_domains()}
+    dist.barrier()
+    return found
+
+
+@functools.cache
+def of_ranks() -> list[dict[str, Any]]:
+    """Return what each of five ranks found."""
+    return run_ranks(5, _on_five_ranks).check().results
+
+
+def test_ranks_in_different_numbers_of_groups_make_them():
+    """Ranks in different numbers of groups make them without a hang."""
+    made = [found["made"] for found in of_ranks()]
+    assert made == [[1, 1], [0, 2], [0, 2], [0, 0], [0, 0]]
+
+
+def test_new_groups_have_the_timeout_of_the_job():
+    """New groups have the timeout of the job, not torch's half an hour."""
+    for found in of_ranks():
+        assert found["timeouts"] == [TIMEOUT_S] * sum(found["made"])
+
+
+def test_groups_that_exist_are_used_again():
+    """Groups that exist are used again, as a communicator takes memory of a GPU."""
+    assert [found["is_used_again"] for found in of_ranks()] == [[True] * 4] * 5
+
+
+def test_domain_is_shards_and_replicas():
+    """Two replicas of two shards are one domain."""
+    for rank, found in enumerate(of_ranks()[:4]):
+        replicas = [rank % 2, rank % 2 + 2]
+        assert found["domains"] == [[[0, 1, 2, 3], [[0, 2], [1, 3]], replicas]] * 2
+
+
+def test_rank_whose_group_others_lack_is_an_error():
+    """A rank in a group that the others lack is an error on all ranks."""
+    for found in of_ranks():
+        assert (
+            "a parameter of its mesh and placements on all 2 ranks of its mesh, 2 to 3"
+            in found["error"]
+        )

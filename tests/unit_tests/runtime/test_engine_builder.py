@@ -1,19 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of plan and engine, where one rank alone fails."""
+"""Construction of plan and engine: costs and settings of all ranks, and faults of one."""
 
+import os
 import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.device import device, kind
-from helpers.ranks import run_ranks
-from helpers.sharded_muon import build_optimizers, each_of
+from helpers.ranks import cached_cases
+from helpers.sharded_muon import build_optimizers
 
+from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.standard import Standard
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime import arena, local_rows
 from megatron_muon.runtime.engine_builder import on_all_ranks
@@ -53,13 +58,165 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
     return "no error"
 
 
+def _build_within(limit: int) -> str:
+    """Build with a limit of memory; return the memory that is used, or the error."""
+    try:
+        built = build_optimizers(2, exchange={"staging_bytes": limit}, cases=[(64, [40, 24])] * 9)
+    except RuntimeError as error:
+        return str(error)
+    return str(built.sharded.engine.staging_bytes)
+
+
+def _build_within_the_least(limit: int) -> list[str]:
+    """Build with a limit that cannot be kept, with the one that its error names, and with less."""
+    refusal = _build_within(limit)
+    least = int(re.search(r"Set --muon-fsdp-staging-bytes to (\d+) or more", refusal)[1])
+    return [refusal, str(least), _build_within(least), _build_within(least - 1)]
+
+
+# Two shapes of one block, and the blocks of query, key and value, 2 : 1 : 1 of 32 rows.
+MATRICES = [(24, [31, 17]), (8, [16, 16]), (24, [7, 25])]
+
+
+def _ranks_per_node(cost_model: str, sizes: list[str]) -> int:
+    size = sizes[dist.get_rank()]
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": size} if size else {}):
+        if not size:
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+        built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=MATRICES)
+    return built.sharded.engine.plans[0].cost.ranks_per_node
+
+
+def _fail(*_args: Any, **_options: Any) -> None:
+    raise ArithmeticError("strides must be 16-byte aligned")
+
+
+# The Gram form of a rank: that of the package, without a thing it needs, or with kernels of its
+# own, which are compared with torch's products at construction.
+GRAM: dict[str, dict[str, Any]] = {
+    "": {"name": "gram"},
+    "lacks": {"problems": lambda *_: ["expected a thing, got none"]},
+    "compared": {"reference": Standard},
+    "fails": {"reference": Standard, "run": _fail},
+}
+
+
+class Case(NamedTuple):
+    """Choices of two ranks, in their order."""
+
+    choices: Sequence[str]
+    gram: Sequence[str] = ("", "")
+    settings: Sequence[dict[str, Any]] = ({}, {})
+    exchange: Sequence[dict[str, Any]] = ({}, {})
+
+
+def _build(*case: Any) -> Any:
+    """Return the backends of the plan and those of its matrices, or the error."""
+    choice, gram, settings, exchange = (each[dist.get_rank()] for each in case)
+    with mock.patch.multiple(Gram, **GRAM[gram]):
+        try:
+            exchange = {"newton_schulz": choice, **exchange}
+            built = build_optimizers(2, settings, exchange, cases=MATRICES)
+        except RuntimeError as error:
+            return str(error)
+    plan = built.sharded.engine.plans[0]
+    return [list(plan.cost.backends), [plan.backend(i, 0) for i, _ in enumerate(plan.matrices)]]
+
+
+def _connected_and_used(num_buckets: int, matrices: Any) -> list[Any]:
+    """Return whom gathers and scatters connect, whom they send to in a step, and the sizes."""
+    original = dist.all_to_all_single
+    sizes: list[tuple[list[int], list[int]]] = []
+
+    def recorded(output: Any, sent: Any, received: Any, sends: Any, **options: Any) -> Any:
+        sizes.append((list(sends), list(received)))
+        return original(output, sent, received, sends, **options)
+
+    exchange = {"comm_dtype": "bf16", "num_buckets": num_buckets, "cost_model": "stack_tiles=1"}
+    with mock.patch.object(dist, "all_to_all_single", recorded):
+        engine = build_optimizers(4, exchange=exchange, cases=matrices).sharded.engine
+        connected = sizes.copy()
+        engine._arena.allocate()
+        (runner,) = engine.runners
+        used = []
+        for part in (runner._gathers, runner._scatters):
+            sizes.clear()
+            for index in range(len(runner.plan.buckets)):
+                part.start(index).wait()
+            used.append(_pairs(sizes))
+    all_sizes = {size for call in connected for end in call for size in end}
+    return [[_pairs([call]) for call in connected], used, sorted(all_sizes)]
+
+
+def _pairs(calls: list[Any]) -> list[list[int]]:
+    """Return to whom, and from whom, anything was sent; what a rank sends itself is left out."""
+    ranks = [rank for rank in range(len(calls[0][0])) if rank != dist.get_rank()]
+    return [[rank for rank in ranks if any(call[end][rank] for call in calls)] for end in (0, 1)]
+
+
+# What cannot be allocated, and after how many arenas; torch raises a plain RuntimeError on a CPU.
+ALLOCATIONS = [("norms", 0), ("gpu", 0), ("gpu", 1), *[("cpu", 0), ("cpu", 1)] * (kind() == "cpu")]
+# Cost model, LOCAL_WORLD_SIZE of both ranks, and ranks a node.
+NODES = [
+    ("", ["4", "4"], 4),
+    ("", ["6", "4"], 2),
+    ("", ["4", ""], 8),
+    ("", ["4", "all"], 8),
+    ("", ["", ""], 8),
+    ("ranks_per_node=2", ["4", "4"], 2),
+]
+BACKENDS = [
+    (Case(["standard"] * 2), ["standard"]),
+    (Case(["gram"] * 2), ["gram"]),
+    (Case(["auto"] * 2), ["standard", "gram"]),
+    (Case(["auto"] * 2, ["", "lacks"]), ["standard"]),
+    (Case(["gram"] * 2, ["compared", "compared"]), ["gram"]),
+]
+STANDARD = ["standard"] * 2
+# Parts of the errors.
+DIFFERING = {
+    "symmetric: expected a GPU, got cpu ranks": Case(["symmetric"] * 2),
+    "gram_symmetric: expected a GPU, got cpu ranks": Case(["gram_symmetric"] * 2),
+    "rank 1: Newton-Schulz gram: expected a thing, got none": Case(["gram"] * 2, ["", "lacks"]),
+    # At construction, where kernels are compared with torch's products.
+    "rank 1: ArithmeticError: strides must be": Case(["gram"] * 2, ["compared", "fails"]),
+    # Each rank would wait in another collective.
+    "newton_schulz='gram'": Case(["standard", "gram"]),
+    "staging_bytes=2000000": Case(
+        STANDARD, exchange=[{"staging_bytes": 10**6}, {"staging_bytes": 2 * 10**6}]
+    ),
+    # Such ranks once trained on under Megatron.
+    "spectral 0.2": Case(STANDARD, settings=[{"extra_scale_factor": x} for x in (1.0, 0.2)]),
+}
+
+
+def _all(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    return [function(*case) for case in cases]
+
+
+results = cached_cases(
+    {
+        2: {
+            "memory": partial(_all, _error_without_memory, ALLOCATIONS),
+            "limit": partial(_build_within_the_least, 1000),
+            "nodes": partial(_all, _ranks_per_node, [case[:2] for case in NODES]),
+            "backends": partial(_all, _build, [case for case, _ in BACKENDS]),
+            "differing": partial(_all, _build, list(DIFFERING.values())),
+        },
+        # The last two ranks hold nothing of the one matrix of the last case.
+        4: {
+            "connected": partial(
+                _all, _connected_and_used, [(3, None), (1, None), (1, [(24, [16, 16, 0, 0])])]
+            )
+        },
+    }
+)
+
+
 def test_allocation_that_fails_on_one_rank_is_an_error_on_all():
     """An allocation that fails on one rank is an error on all, with the flag that decides it."""
-    cases = [("norms", 0), ("gpu", 0), ("gpu", 1)]
-    # Torch raises a plain RuntimeError there.
-    cases += [("cpu", 0), ("cpu", 1)] * (kind() == "cpu")
-    for errors in run_ranks(2, each_of, _error_without_memory, cases).check().results:
-        for error, (what, num_arenas) in zip(errors, cases, strict=True):
+    for errors in results(2)["memory"]:
+        for error, (what, num_arenas) in zip(errors, ALLOCATIONS, strict=True):
             assert "See more" not in error and "rank 0:" not in error
             assert "Lower --muon-fsdp-staging-bytes (now 1,000,000)" in error
             if what == "norms":
@@ -91,27 +248,39 @@ def test_fault_at_construction_keeps_its_traceback(error, is_memory):
     assert ("staging_bytes" in str(raised.value)) == is_memory
 
 
-def _build_within(limit: int) -> str:
-    """Build with a limit of memory; return the memory that is used, or the error."""
-    try:
-        built = build_optimizers(2, exchange={"staging_bytes": limit}, cases=[(64, [40, 24])] * 9)
-    except RuntimeError as error:
-        return str(error)
-    return str(built.sharded.engine.staging_bytes)
-
-
-def _build_within_the_least(limit: int) -> list[str]:
-    """Build with a limit that cannot be kept, with the one that its error names, and with less."""
-    refusal = _build_within(limit)
-    least = int(re.search(r"Set --muon-fsdp-staging-bytes to (\d+) or more", refusal)[1])
-    return [refusal, str(least), _build_within(least), _build_within(least - 1)]
-
-
 def test_infeasible_memory_limit_names_the_least_that_works():
     """A limit that is too small is refused with the least that works."""
-    by_rank = run_ranks(2, each_of, _build_within_the_least, [[1000]]).check().results
-    for ((refusal, least, used, refused),) in by_rank:
+    for refusal, least, used, refused in results(2)["limit"]:
         assert "expected at most 1,000 bytes a rank, got" in refusal
         assert "layer.0.weight, has 8,192" in refusal and "No optimizer was built" in refusal
         assert int(used) <= int(least)
         assert f"Set --muon-fsdp-staging-bytes to {least} or more" in refused
+
+
+def test_ranks_a_node_are_those_of_the_launcher():
+    """Ranks a node are the launcher's, unless the user says others."""
+    assert results(2)["nodes"] == [[expected for *_, expected in NODES]] * 2
+
+
+def test_ranks_use_the_backends_that_all_of_them_have():
+    """Plans use the backends that all ranks have."""
+    for found in results(2)["backends"]:
+        assert [backends for backends, _ in found] == [expected for _, expected in BACKENDS]
+        assert found[1][1] == found[4][1] == ["gram"] * 3
+
+
+def test_setting_that_differs_on_one_rank_is_an_error_on_all():
+    """A setting or backend that differs on one rank is an error on all."""
+    for errors in results(2)["differing"]:
+        for error, expected in zip(errors, DIFFERING, strict=True):
+            assert expected in error
+
+
+def test_construction_connects_the_ranks_that_a_step_uses():
+    """Construction connects exactly the ranks that gathers and scatters use."""
+    for rank, found in enumerate(results(4)["connected"]):
+        for connected, used, sizes in found:
+            assert connected == used
+            assert set(sizes) <= {0, 1}
+        connected, _, sizes = found[-1]
+        assert sizes == ([0, 1] if rank < 2 else [0])
