@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.groups import parameter_groups
+from megatron_muon.fsdp2.groups import choose
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
 
 # Arguments of MuonAdamW that are AdamW's and Lion's.
@@ -72,7 +72,7 @@ class from_parameters(MuonAdamW):
                     divided.append({**part, "algorithm": algorithm, **own, "params": kept})
         # Muon's first, as from_model has them.
         divided.sort(key=lambda part: part["algorithm"] != "muon")
-        of_choice = inspect.signature(parameter_groups).parameters
+        of_choice = inspect.signature(choose).parameters
         others = {key: value for key, value in options.items() if key not in of_choice}
         result = MuonAdamW(divided, lr, **others)
         result._reasons = optimizer._reasons

@@ -28,6 +28,7 @@ _GATED = {
     "dense_h_to_4h": "dense_4h_to_h",
     "ff_proj": "ff_out",
 }
+_GATE_OF = {down: up for up, down in _GATED.items()}
 _QUERY_KEY_VALUE = ("query_key_value", "qkv_proj", "qkv", "Wqkv", "c_attn", "in_proj_weight")
 _FUSED = re.compile(
     "|".join((*_QUERY_KEY_VALUE, "gate_?(and_)?up", "up_?(and_)?gate"))
@@ -60,16 +61,24 @@ class Layout(NamedTuple):
 
 
 def layout_of(
-    container: torch.nn.Module, key: str, module: torch.nn.Module, param: torch.Tensor
+    name: str,
+    param: torch.Tensor,
+    module: torch.nn.Module,
+    outer: Sequence[torch.nn.Module],
 ) -> Layout:
     """Return the layout of a matrix, or of the matrices of a batch.
 
     Args:
-        container: Module with the other matrices of the layer: the parent of a linear layer.
-        key: Name of the matrix in it.
-        module: Module that has the parameter.
+        name: Name of the parameter, without wrappers.
         param: ``(outputs, inputs)`` or its transpose, also as a batch.
+        module: Module that has the parameter.
+        outer: Modules around it, the innermost first.
     """
+    *_, parent, key = ["", *name.split(".")]
+    # Module with the other matrices of the layer: for a linear layer the one around it.
+    container = module
+    if key == "weight" and parent:
+        container, key = outer[0], parent
     shape = tuple(param.shape[-2:])
     # Gates or experts as blocks of rows. A configuration does not count: modules beside the experts
     # have it too.
@@ -82,9 +91,12 @@ def layout_of(
     # GPT-2's "Conv1D", a linear layer of transformers.
     is_conv1d = shape == (getattr(module, "nx", None), getattr(module, "nf", None))
     is_transposed = is_conv1d or getattr(container, "is_transposed", False) is True
-    gated = _gated_shapes(container, key, param)
-    if gated is not None:
-        up, down = gated
+    other = getattr(container, (_GATED | _GATE_OF).get(key, ""), None)
+    # A parameter of the module, or of a linear layer in it.
+    other = getattr(other, "weight", other)
+    if isinstance(other, torch.Tensor):
+        pair = shape, tuple(other.shape[-2:])
+        up, down = pair if key in _GATED else pair[::-1]
         # At most one is true: down would have twice its inputs.
         is_by_columns = up[::-1] == (2 * down[0], down[1])
         if is_by_columns or up == (2 * down[1], down[0]):
@@ -95,19 +107,6 @@ def layout_of(
     outputs, inputs = shape[::-1] if is_transposed else shape
     sizes = _query_key_value(container, key, outputs, inputs) if key in _QUERY_KEY_VALUE else None
     return Layout(sizes, is_transposed, sizes is None and _FUSED.search(key) is not None)
-
-
-def _gated_shapes(
-    container: torch.nn.Module, key: str, param: torch.Tensor
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of a fused gate and up, and of the matrix behind it, or None."""
-    for pair in _GATED.items():
-        # Parameters of the module, or of linear layers in it; ``param`` may be in a wrapper.
-        layers = [param if name == key else getattr(container, name, None) for name in pair]
-        weights = [getattr(layer, "weight", layer) for layer in layers]
-        if key in pair and all(isinstance(weight, torch.Tensor) for weight in weights):
-            return tuple(weights[0].shape[-2:]), tuple(weights[1].shape[-2:])  # type: ignore[union-attr]
-    return None
 
 
 def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs: int) -> SplitSizes:
@@ -121,10 +120,9 @@ def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs:
     if is_by_group:
         groups = groups or heads
     # CodeGen's and MiniMax's are neither, and have heads alone.
-    elif groups or key != "qkv_proj":
+    elif groups in (None, heads) and (groups or key != "qkv_proj"):
         widths = (3 * inputs, 3 * (heads or 0) * (head_dim or 0))
-        has_equal_blocks = outputs in widths or (groups and outputs % (3 * groups) == 0)
-        if groups in (None, heads) and has_equal_blocks:
+        if outputs in widths or (groups and outputs % (3 * groups) == 0):
             return 3
         # GPT-2's cross-attention has no query in it.
         if key == "c_attn" and outputs == 2 * inputs:

@@ -183,10 +183,11 @@ class MuonAdamW(torch.optim.Optimizer):
             model,
             elementwise_names=elementwise_names,
             elementwise=elementwise,
+            elementwise_options=elementwise_options,
             flatten=flatten,
             splits=splits,
         )
-        optimizer = cls(as_groups(choices, elementwise_options), lr, **options)
+        optimizer = cls(as_groups(choices), lr, **options)
         optimizer._reasons = {choice.name: choice.reason for choice in choices}
         return optimizer
 

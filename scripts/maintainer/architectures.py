@@ -173,7 +173,7 @@ def rebuild(recorded: dict[str, Any]) -> torch.nn.Module:
 def choices(recorded: dict[str, Any]) -> dict[str, str]:
     """Return algorithm, layout and reason of each recorded parameter."""
     return {
-        param.name: param.kind + " (warned)" * param.is_unclear
+        param.name: param.log_line + " (warned)" * param.is_unclear
         for param in choose(rebuild(recorded))
     }
 
@@ -217,8 +217,8 @@ def page(records: dict[str, Any]) -> str:
 
 def _cell(name: str, layout: str, reason: str) -> str:
     short = ".".join([p for p in name.removesuffix(".weight").split(".") if not p.isdigit()][-2:])
-    is_stored = layout.endswith("transposed")
-    sizes = layout.removesuffix("transposed").strip(", ").removeprefix("split ")
+    is_stored = layout.endswith("transposed True")
+    sizes = layout.removesuffix("transposed True").strip(", ").removeprefix("split_sizes ")
     text = f"`{short}`" + (f" [{sizes.strip('()')}]" if sizes else "") + " T" * is_stored
     return f"*{text}*" if reason.endswith("(warned)") else text
 

@@ -41,6 +41,7 @@ def _described(name: str, value: Any) -> Iterator[str]:
     elif inspect.isclass(value):
         yield f"{name}{_signature(value)}"
         for method, function in sorted(vars(value).items()):
+            function = getattr(function, "__func__", function)
             if inspect.isfunction(function) and not method.startswith("_"):
                 yield f"{name}.{method}{_signature(function)}"
     elif callable(value):

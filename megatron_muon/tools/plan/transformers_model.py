@@ -114,7 +114,7 @@ def plan_choices(
     num_shards = parallel.dp // parallel.hsdp
     replicas = tuple(tuple(range(i, parallel.dp, num_shards)) for i in range(num_shards))
     matrices: dict[tuple[Ranks, ...], list[MatrixLayout]] = defaultdict(list)
-    groups = [group for group in as_groups(choices, None) if group["algorithm"] == "muon"]
+    groups = [group for group in as_groups(choices) if group["algorithm"] == "muon"]
     for parameter in planned_parameters(groups):
         shape = tuple(parameter.param.shape)
         sharded = replace(parameter, known_boxes=_boxes(shape, replicas))

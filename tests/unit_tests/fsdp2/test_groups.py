@@ -61,7 +61,7 @@ def test_parameters_are_sorted_by_name_shape_and_module(caplog):
     assert names["adamw"] == [*rest, "norm.weight", "norm.bias", "head.weight"]
     assert all(group.get("lr") == {"adamw": 0.5}.get(group["algorithm"]) for group in groups)
     assert "muon: linear: 3 parameters" in caplog.text
-    assert "adamw: embedding: 1 parameters" in caplog.text
+    assert "adamw, lr 0.5: embedding: 1 parameters" in caplog.text
     assert "unclear" not in caplog.text
 
 
@@ -154,7 +154,7 @@ def test_matrices_with_names_are_muons_with_a_warning(caplog):
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        (lambda model: model.parameters(), "params: expected matrices with names, or groups"),
+        (lambda model: model.parameters(), "parameter 0: expected matrices with names, or groups"),
         (lambda model: [model.up.weight], "got no name"),
         (lambda model: [{"params": model.parameters(), "weight_decay": 0.1}], "got no name"),
         (lambda model: model.named_parameters(), "embed.weight: expected matrices with names"),

@@ -90,7 +90,10 @@ def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
     ("said", "call"),
     [
         ("got ['zz'], which find none", lambda m: parameter_groups(m, elementwise_names=["zz"])),
-        ("patterns that find parameters of Muon", lambda m: parameter_groups(m, splits={"q": 3})),
+        (
+            "splits: expected patterns that find some of",
+            lambda m: parameter_groups(m, splits={"q": 3}),
+        ),
         ("expected trainable parameters", lambda m: parameter_groups(m.requires_grad_(False))),
         ("got 'sgd'", lambda m: MuonAdamW([{"params": [m.up.weight], "algorithm": "sgd"}])),
         ("eps, foreach or fused of AdamW, got ['mu']", lambda m: _muon_adamw(m, mu=0.9)),

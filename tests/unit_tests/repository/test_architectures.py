@@ -28,7 +28,7 @@ def test_matrices_of_torch_go_to_muon():
         model.tokens = nn.Embedding(64, 16)
         model.transformer = nn.Transformer(16, 2, 1, 1, 32, bias=False)
         model.generator = nn.Linear(16, 64, bias=False)
-    found = {each.name: (each.algorithm, each.layout.get("split_sizes")) for each in choose(model)}
+    found = {each.name: (each.algorithm, each.options.get("split_sizes")) for each in choose(model)}
     matrices = {name: kind for name, kind in found.items() if kind[0] == "muon"}
     block = ("linear1.weight", None), ("linear2.weight", None)
     encoder = [*block, ("self_attn.in_proj_weight", 3), ("self_attn.out_proj.weight", None)]
