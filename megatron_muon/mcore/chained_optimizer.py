@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chained optimizer of a Megatron-FSDP model: Muon and scalar optimizers in one step.
 
-Gradients are checked on all ranks before anything is updated. Their norm is not finite if one of
-them is not, so the norm that clipping needs also finds NaN and Inf, without a second pass. Norm and
-clipping are upstream's. With Transformer Engine the norm stays on the device, and clipping is
-launched before the host reads the count of problems.
+Gradients are checked on all ranks before anything is clipped or updated: clipping by a norm that is
+NaN would carry it into every parameter.
 """
 
 import math
@@ -14,17 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore import checkpoint_state
 from megatron_muon.mcore.chunks import sharded_chunk
-from megatron_muon.mcore.fsdp_model import (
-    FSDPModel,
-    check_model_chunks,
-    current_device,
-    gradients_stay,
-)
+from megatron_muon.mcore.fsdp_model import FSDPModel, current_device
 from megatron_muon.mcore.metrics_log import MetricsLog
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
 from megatron_muon.mcore.unsupported import alignment_problems
@@ -41,6 +33,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     A step::
 
         finish_grad_sync()                     reduce and attach gradients, if the loop has not
+        check of all gradients
         norm of all gradients, clipping
         muon_step.step()                       all Muon optimizers, through one exchange
         step() of the scalar optimizers
@@ -62,7 +55,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         log_metrics: Whether metrics are written to the writers of a trainer.
 
     Raises:
-        TypeError: A model chunk is not a Megatron-FSDP ``FullyShardedDataParallel``.
         ValueError: Settings of the exchange, or of groups, cannot work (``MuonStep``).
         RuntimeError: Ranks disagree about parameters, or lack memory for the exchange.
 
@@ -71,10 +63,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         exchange.
     """
 
-    _problems: list[str]  # of this rank's gradients, in this step, as far as the host knows
-    _norm: float | torch.Tensor | None  # of this step's gradients; None until it is known
-    # Sum over all ranks, NaN where a norm is not finite. A tensor until the host reads it.
-    _num_problems: float | torch.Tensor
     # True from the first change of a step to its end. After an error in between it is unknown which
     # weights and state have changed.
     _is_changing: bool = False
@@ -88,21 +76,18 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         *,
         log_metrics: bool = False,
     ) -> None:
-        check_model_chunks(model_chunks)
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
         self._fqns: Mapping[Any, str] = fqns
-        self._problems, self._norm, self._num_problems = [], None, 0.0
-        self._uncounted: list[Any] | None = None  # see get_grad_norm()
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
-        stay = all(map(gradients_stay, self.model_chunks))
+        self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
+        stay = all(chunk.gradients_stay() for chunk in self._chunks)
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
         has_log = self.muon_step is not None and log_metrics
         self.metrics_log = MetricsLog(self.muon_step) if has_log else None  # type: ignore[arg-type]
         # Named while the model still holds its DTensor parameters.
         self._state_names = checkpoint_state.names_in_checkpoints(self.model_chunks)
-        self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
         main_weights = checkpoint_state.main_weights(self.model_chunks)
         # Before anything can be saved: ranks that hold different sets of state hang the save.
         for child in self.chained_optimizers:
@@ -111,78 +96,43 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Reduce and attach gradients, and record the problems that this rank knows of.
+        """Reduce and attach gradients, reserve the memory of a step, and check both on all ranks.
 
         Returns:
             Whether an overflow was found: always False, without loss scaling.
-        """
-        unreduced = [each for chunk in self._chunks for each in chunk.finish_gradients()]
-        elementwise = (torch.optim.Adam, torch.optim.AdamW, FSDPLion)
-        # Not Transformer Engine's Adam: its fused kernel allocates nothing.
-        others = [
-            c.optimizer for c in self.chained_optimizers if isinstance(c.optimizer, elementwise)
-        ]
-        self._problems = unreduced
-        if self.muon_step is not None:
-            self._problems += self.muon_step.reserve(elementwise_bytes(others, current_device()))
-        self._problems += alignment_problems(self.model_chunks[0].config)
-        if self._is_changing:
-            self._problems.append(INTERRUPTED)
-        self._norm = None
-        # Upstream reads main_grad of every parameter, which Megatron-FSDP does not set.
-        return False
-
-    @torch.no_grad()
-    def get_grad_norm(self) -> float | torch.Tensor:
-        """Return the norm of all gradients, and find out whether all of them are finite.
 
         Raises:
-            RuntimeError: As ``step_with_ready_grads()``, if the host reads the norm.
+            RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
+                is not finite, when parameters have changed since construction, when HSDP left
+                gradients unreduced over the outer ranks, or when the last step failed in the
+                middle. Nothing was updated.
 
-        Communication: upstream's, and one all-reduce of a float32 over all ranks of the job.
+        Communication: one all-reduce of a single int32 over all ranks of the job.
         """
-        norm = super().get_grad_norm()
-        is_on_host = not isinstance(norm, torch.Tensor)
-        if not is_on_host:
-            # Clipping by NaN would turn all gradients into NaN, and hide which one was. By Inf it
-            # turns those that are finite into zero.
-            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
-        missing = _missing_gradients(self._fqns)
-        if self._uncounted is None and not missing:
-            # Once: upstream's rule reads attributes of parameters, a few microseconds for each.
-            self._uncounted = _uncounted_parameters(self.chained_optimizers)
-        others = [param.grad for param in self._uncounted or () if param.grad is not None]
-        self._num_problems = _count_problems(
-            norm,
-            [grad._local_tensor for grad in others],
-            len(self._problems) + len(missing),
-            current_device(),
-        )
-        self._norm = norm
-        if is_on_host:
-            self._raise_where_gradients_fail()
-        return norm
-
-    def _raise_where_gradients_fail(self) -> None:
-        """Raise on all ranks where one has a problem; see ``step_with_ready_grads()``.
-
-        Communication: one all-reduce of a single int32 over all ranks of the job, if the norm is
-            unknown or found a problem.
-        """
-        if self._norm is not None:
-            self._num_problems = float(self._num_problems)
-            if self._num_problems == 0.0:
-                return
-        # Without clipping or logging the norm is never computed, and gradients are checked here.
+        problems = [each for chunk in self._chunks for each in chunk.finish_gradients()]
         device = current_device()
-        grads = [
-            (fqn, param.grad._local_tensor)
-            for param, fqn in self._fqns.items()
-            if param.grad is not None and param.grad._local_tensor.numel() > 0
-        ]
+        if self.muon_step is not None:
+            elementwise = (torch.optim.Adam, torch.optim.AdamW, FSDPLion)
+            # Not Transformer Engine's Adam: its fused kernel allocates nothing.
+            others = [
+                c.optimizer for c in self.chained_optimizers if isinstance(c.optimizer, elementwise)
+            ]
+            problems += self.muon_step.reserve(elementwise_bytes(others, device))
+        problems += alignment_problems(self.model_chunks[0].config)
+        if self._is_changing:
+            problems.append(INTERRUPTED)
+        grads = []
+        for param, fqn in self._fqns.items():
+            shard = param._local_tensor
+            if shard.numel() and param.grad is not None:
+                grads.append((fqn, param.grad._local_tensor))
+            elif shard.numel():
+                problems.append(
+                    f"{fqn}: expected a gradient on a shard of shape {tuple(shard.shape)}, got None"
+                )
         not_finite = find_not_finite(grads, device)
         raise_where_any_rank_fails(
-            [*self._problems, *_missing_gradients(self._fqns)],
+            problems,
             None,
             device,
             "Every trainable parameter needs a finite, reduced gradient before step(): call "
@@ -191,12 +141,24 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             num_device_problems=not_finite.number,
             describe=not_finite.explain,
         )
-        if self._norm is not None:
+        # Upstream reads main_grad of every parameter, which Megatron-FSDP does not set.
+        return False
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float | torch.Tensor:
+        """Return the norm of all gradients, which ``prepare_grads()`` has checked.
+
+        Raises:
+            RuntimeError: It is not finite.
+        """
+        norm: float | torch.Tensor = super().get_grad_norm()
+        if not math.isfinite(norm):
             raise RuntimeError(
-                f"gradient norm: expected a finite one, got {float(self._norm)}, though every "
-                "gradient is finite: they are so large that their squares overflow. Lower the "
-                "learning rate, or scale the loss down. Nothing was updated."
+                f"gradient norm: expected a finite one, got {float(norm)}, though every gradient "
+                "is finite: they are so large that their squares overflow. Lower the learning "
+                "rate, or scale the loss down. Nothing was updated."
             )
+        return norm
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
@@ -207,21 +169,15 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             in gradients where ``log_num_zeros_in_grad`` is set.
 
         Raises:
-            RuntimeError: As ``step_with_ready_grads()``.
+            RuntimeError: As ``prepare_grads()`` and ``get_grad_norm()``.
         """
         try:
-            result = super().step()
-            if not result[0]:
-                # Upstream skips a norm above its threshold, and one that is not finite with it.
-                self._raise_where_gradients_fail()
-            return result
+            return super().step()
         finally:
-            # A step that failed in the middle may have left collectives that use the memory.
-            if not self._is_changing:
-                # Upstream skips a step where the norm is above its threshold.
-                self._restore_gradients()
-                if self.muon_step is not None:
-                    self.muon_step.release()
+            # After a step that upstream skips too, as its norm is above the threshold. A step that
+            # failed in the middle may have left collectives that use the memory.
+            if self.muon_step is not None and not self._is_changing:
+                self.muon_step.release()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -229,14 +185,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Returns:
             True; an optimizer that fails raises before any weight is installed.
-
-        Raises:
-            RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
-                is not finite, when parameters have changed since construction, when HSDP left
-                gradients unreduced over the outer ranks, or when the last step failed in the
-                middle. Nothing was updated.
         """
-        self._raise_where_gradients_fail()
         self._is_changing = True
         with _timed(self.config, "optimizer-inner-step"):
             if self.muon_step is not None:
@@ -247,7 +196,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                     child.optimizer.step()
                     checkpoint_state.count_step_of_empty_shards(child.optimizer)
         self._is_changing = False
-        self._restore_gradients()
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self._chunks:
                 chunk.install_weights()
@@ -258,36 +206,22 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             self.metrics_log.write()
         return True
 
-    def _restore_gradients(self) -> None:
-        """Restore the gradients that were cast for a step."""
-        for chunk in self._chunks:
-            chunk.restore_gradients()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradient buffers of the model, which hold all gradients."""
         for chunk in self._chunks:
             chunk.zero_gradients()
 
     @torch.no_grad()
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Update main weights from the model's weights, as after loading a model alone.
+    def reload_model_params(self, state_dict: object = None) -> None:
+        """Update the compute weights from the main weights, which checkpoints hold.
 
-        A main weight that rounds to the model's weight is kept: ``fsdp_dtensor`` checkpoints hold
-        main weights, and Megatron calls this after loading one without its optimizer state.
+        Megatron calls this after loading a checkpoint without its optimizer state.
 
         Args:
-            state_dict: Unsupported; must be None.
-
-        Raises:
-            ValueError: A state dict was passed.
+            state_dict: Ignored: the main weights were loaded in place.
         """
-        if state_dict is not None:
-            raise ValueError(
-                "reload_model_params: expected no state_dict, got one. Load main weights with the "
-                "fsdp_dtensor checkpoint instead of --load-main-params-from-ckpt."
-            )
         for chunk in self._chunks:
-            chunk.sync_after_load(has_optimizer_state=False)
+            chunk.update_compute_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name.
@@ -322,8 +256,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         if self.muon_step is not None:
             self.muon_step.collect_moments()
         self._is_changing = False
-        for chunk in self._chunks:
-            chunk.sync_after_load(has_optimizer_state=True)
+        self.reload_model_params()
 
     def sharded_state_dict(
         self,
@@ -351,60 +284,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 "--ckpt-format fsdp_dtensor."
             )
         return self.state_dict()
-
-
-def _count_problems(
-    norm: float | torch.Tensor,
-    others: Sequence[torch.Tensor],
-    num_problems: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """Sum the problems of all ranks, without a read by the host.
-
-    Args:
-        norm: Norm of the gradients; one that is not finite is a problem.
-        others: Gradients of ``_uncounted_parameters()``.
-        num_problems: Number of known problems of this rank.
-        device: Device of the result.
-
-    Returns:
-        float32 of one element on the device, NaN where a norm is not finite on any rank.
-
-    Communication: one all-reduce of a single float32 over all ranks of the job.
-    """
-    # Not torch.tensor, nor torch.as_tensor of a norm, for whose copy the host would wait.
-    total = torch.full((1,), num_problems, dtype=torch.float32, device=device)
-    # Zero times Inf or NaN is NaN, and so is every sum with it.
-    total += norm * 0.0
-    if others:
-        total += torch.stack(torch._foreach_norm(list(others))).mul_(0.0).sum()
-    dist.all_reduce(total)
-    return total
-
-
-def _missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
-    """Name the parameters that have rows on this rank and no gradient, as sentences."""
-    return [
-        f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, got "
-        "None"
-        for param, fqn in fqns.items()
-        if param.grad is None and param._local_tensor.numel() > 0
-    ]
-
-
-def _uncounted_parameters(children: Sequence[MegatronOptimizer]) -> list[Any]:
-    """List parameters whose gradients the norm leaves out, such as tensor-parallel duplicates.
-
-    Args:
-        children: The optimizers of a model, with all gradients.
-    """
-    counted = {id(grad) for child in children for grad in child.get_grads_for_grad_norm()}
-    params = [param for child in children for param in child.get_parameters()]
-    return [
-        param
-        for param in params
-        if param._local_tensor.numel() > 0 and id(param.grad._local_tensor) not in counted
-    ]
 
 
 def _is_muon(child: MegatronOptimizer) -> bool:

@@ -2,68 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a step on a model chunk, in both versions of Megatron-FSDP."""
 
-import functools
-from collections import Counter
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+import torch
 
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
-    copy_model_weights_to_main_weights,
     is_v2,
     named_optimizer_parameters,
+    sharded_module,
 )
+from megatron_muon.mcore.gradient_repairs import take_outer_reductions
 from megatron_muon.mcore.qk_clip import clip_row_shards
 from megatron_muon.rows.megatron_fsdp import place_of
-
-
-class OuterReductions:
-    """Check that HSDP reduces every gradient bucket over the outer ranks once per step.
-
-    Megatron-FSDP does it only in the backward pass of a microbatch that ``config.no_sync_func``
-    marks as the last one. If none is marked, replicas drift; if two are, gradients are summed
-    twice. Upstream notices neither.
-
-    Args:
-        chunk: A model chunk with HSDP. Its reductions are counted from now on.
-    """
-
-    def __init__(self, chunk: FSDPModel) -> None:
-        self._buffers = chunk.param_and_grad_buffer
-        self._counts: Counter[int] = Counter()
-        pipeline = chunk.module.grad_reduce_pipeline
-        reduce_buckets = pipeline._bucket_group_gradient_reduce
-
-        @functools.wraps(reduce_buckets)
-        def counted(bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
-            """Count the buckets that are reduced over the outer ranks, and reduce them."""
-            if kwargs.get("outer_fsdp_group_grad_reduce"):
-                self._counts.update(bucket_group)
-            return reduce_buckets(bucket_group, *args, **kwargs)
-
-        pipeline._bucket_group_gradient_reduce = counted
-
-    def clear(self) -> None:
-        """Reset the counts, as when Megatron runs the microbatches of a step again."""
-        self._counts.clear()
-
-    def take_problems(self) -> list[str]:
-        """List the errors since the gradients were zeroed, and reset the counts."""
-        counts = {
-            self._counts[index]
-            for index, group in enumerate(self._buffers.parameter_groups)
-            if group.main_grad_buffer is not None
-        }
-        self.clear()
-        # There is no count if the model has no gradients on this rank.
-        if counts <= {1}:
-            return []
-        return [
-            "HSDP: expected each gradient bucket reduced once over the outer ranks, got "
-            f"{sorted(counts)} times. Set ddp_config.overlap_grad_reduce, and run all microbatches "
-            "but the last under the model's no_sync() (config.no_sync_func)"
-        ]
 
 
 def sharded_chunk(chunk: FSDPModel) -> "ShardedChunk":
@@ -79,36 +30,47 @@ class ShardedChunk:
     """
 
     def __init__(self, chunk: FSDPModel) -> None:
-        self._chunk = chunk
-        is_hybrid = chunk.module.dist_index.use_hybrid_fsdp
-        self._outer_reductions = OuterReductions(chunk) if is_hybrid else None
+        self._chunk, self._module = chunk, sharded_module(chunk)
+
+    def gradients_stay(self) -> bool:
+        """Return whether gradients are views of their buffers in every step.
+
+        Megatron-FSDP copies gradients of another dtype than the main weights in every step.
+        """
+        groups = self._chunk.param_and_grad_buffer.parameter_groups
+        buffers = [group.main_grad_buffer for group in groups]
+        return all(buffer is None or buffer.dtype == torch.float32 for buffer in buffers)
 
     def finish_gradients(self) -> list[str]:
         """Reduce and attach gradients, if the loop has not; return problems as sentences."""
         # Megatron's loop has called it already; a loop of the user's own may not have.
-        if not self._chunk.module.is_param_fsdp_distributed:
+        if not self._module.is_param_fsdp_distributed:
             self._chunk.finish_grad_sync()
-        return self._outer_reductions.take_problems() if self._outer_reductions is not None else []
-
-    def restore_gradients(self) -> None:
-        """Revert ``finish_gradients()`` after a step."""
+        if not self._module.dist_index.use_hybrid_fsdp:
+            return []
+        counts = take_outer_reductions(self._chunk)
+        # There is no count if the model has no gradients on this rank.
+        if counts <= {1}:
+            return []
+        return [
+            "HSDP: expected each gradient bucket reduced once over the outer ranks, got "
+            f"{sorted(counts)} times. Set ddp_config.overlap_grad_reduce, and run all microbatches "
+            "but the last under the model's no_sync() (config.no_sync_func)"
+        ]
 
     def install_weights(self) -> None:
         """Clip the main weights by QK-clip, if it is on, and update the compute weights."""
-        clip_row_shards(self._chunk.module)
-        self._chunk.module.install_optimized_model_weights()
+        clip_row_shards(self._module)
+        self.update_compute_weights()
+
+    def update_compute_weights(self) -> None:
+        """Round the main weights into the weights that the model computes with."""
+        self._module.install_optimized_model_weights()
 
     def zero_gradients(self) -> None:
         """Zero the gradients of the chunk."""
         self._chunk.zero_grad_buffer()
-        if self._outer_reductions is not None:
-            self._outer_reductions.clear()
-
-    def sync_after_load(self, *, has_optimizer_state: bool) -> None:
-        """Update the weights that depend on the loaded ones, with optimizer state or alone."""
-        if not has_optimizer_state:
-            for parameter_group in self._chunk.param_and_grad_buffer.parameter_groups:
-                copy_model_weights_to_main_weights(parameter_group)
+        take_outer_reductions(self._chunk)
 
 
 class ShardedChunkOfV2(ShardedChunk):
@@ -119,11 +81,14 @@ class ShardedChunkOfV2(ShardedChunk):
     """
 
     def __init__(self, chunk: FSDPModel) -> None:
-        self._chunk = chunk
+        super().__init__(chunk)
         # Modules hold other parameters while they compute.
         self._params = dict(named_optimizer_parameters([chunk]))
         self._groups = dict.fromkeys(place_of(param)[0] for param in self._params.values())
-        self._uncast_gradients: list[tuple[Any, DTensor]] = []
+
+    def gradients_stay(self) -> bool:
+        """Return False: v2 does not promise to keep its buffers."""
+        return False
 
     def finish_gradients(self) -> list[str]:
         """Cast gradients to the dtype of main weights; return problems as sentences."""
@@ -138,19 +103,14 @@ class ShardedChunkOfV2(ShardedChunk):
                     f"{grad.placements}. Run the last microbatch of a step as the last one"
                 )
             if grad.dtype != param.dtype:
-                self._uncast_gradients.append((param, grad))
-                _set_gradient(param, grad.to(param.dtype))
+                # torch compares a gradient with the dtype that the parameter announces. None lets
+                # the next backward pass attach gradients of the old dtype.
+                param.grad = param.grad_dtype = None
+                param.grad = grad.to(param.dtype)
         return problems
 
-    def restore_gradients(self) -> None:
-        """Restore the gradients that were replaced by a cast copy."""
-        for param, grad in self._uncast_gradients:
-            _set_gradient(param, grad)
-        self._uncast_gradients.clear()
-
-    def install_weights(self) -> None:
-        """Clip the main weights by QK-clip, if it is on, and update the compute weights."""
-        clip_row_shards(self._chunk)
+    def update_compute_weights(self) -> None:
+        """Round the main weights into the weights that the model computes with."""
         for group in self._groups:
             group.sync_model_weight_from_main_weight()
 
@@ -158,15 +118,3 @@ class ShardedChunkOfV2(ShardedChunk):
         """Drop the gradients: the next backward pass overwrites their buffers."""
         for param in self._params.values():
             param.grad = None
-
-    def sync_after_load(self, *, has_optimizer_state: bool) -> None:
-        """Update the compute weights: the main ones were loaded."""
-        for group in self._groups:
-            group.sync_model_weight_from_main_weight()
-
-
-def _set_gradient(param: Any, grad: DTensor) -> None:
-    # torch compares a gradient with the dtype that the parameter announces.
-    param.grad = None
-    param.grad_dtype = grad.dtype
-    param.grad = grad

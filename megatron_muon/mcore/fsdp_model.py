@@ -20,6 +20,8 @@ from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, unsharded_of
 
 # Megatron's wrapper: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
 type FSDPModel = Any
+# Attribute of gradient buffers that gradient_repairs.py has repaired.
+IS_SHARDED = "_megatron_muon_is_sharded"
 # A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
 type FSDPParameter = Any
 
@@ -32,10 +34,7 @@ def adapter_module(version: int) -> str:
 
 def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
     """Return whether Megatron-FSDP shards a model, inside of Megatron's wrapper or not."""
-    ddp_config = getattr(model_chunks[0], "ddp_config", None)
-    return getattr(ddp_config, "use_megatron_fsdp", False) or any(
-        is_wrapped(chunk) or is_v2(chunk) for chunk in model_chunks
-    )
+    return any(is_wrapped(chunk) or is_v2(chunk) for chunk in model_chunks)
 
 
 def is_wrapped(chunk: torch.nn.Module) -> bool:
@@ -81,34 +80,11 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def gradients_stay(chunk: FSDPModel) -> bool:
-    """Return whether gradients are views of their buffers in every step.
-
-    Megatron-FSDP copies gradients of another dtype than the main weights in every step. v2 does not
-    promise to keep its buffers.
-    """
-    if is_v2(chunk):
-        return False
-    buffers = [group.main_grad_buffer for group in chunk.param_and_grad_buffer.parameter_groups]
-    return all(each is None or each.dtype == torch.float32 for each in buffers)
-
-
 def _has_unrepaired_gradients(chunk: FSDPModel) -> bool:
-    """Return whether buffers are as Megatron-FSDP makes them without ``gradient_repairs``."""
-    is_sharded = chunk.ddp_config.data_parallel_sharding_strategy in (
-        "optim_grads",
-        "optim_grads_params",
-    )
-    for group in chunk.param_and_grad_buffer.parameter_groups:
-        gradients, helper = group.main_grad_buffer, group.hfsdp_helper_gbuf
-        if gradients is None:
-            continue
-        if is_sharded and not gradients.is_data_distributed:
-            return True
-        factor = gradients.gradient_scaling_factor
-        if helper is not None and helper.gradient_scaling_factor != factor:
-            return True
-    return False
+    """Return whether buffers were made without ``gradient_repairs``."""
+    groups = chunk.param_and_grad_buffer.parameter_groups
+    buffers = (group.main_grad_buffer for group in groups)
+    return any(buffer is not None and not hasattr(buffer, IS_SHARDED) for buffer in buffers)
 
 
 def named_optimizer_parameters(
@@ -207,37 +183,6 @@ def grad_stats_group(
         )
     # There is no group of all instances, but they span the job.
     return dist.group.WORLD  # type: ignore[return-value]
-
-
-def copy_model_weights_to_main_weights(parameter_group: Any) -> None:
-    """Copy the model weights of a Megatron-FSDP parameter group into its fp32 main weights.
-
-    A main weight that rounds to the model's weight is kept: it has bits that the other has lost.
-
-    Raises:
-        ValueError: The model's weights are float8.
-    """
-    main, model = parameter_group.main_weight_buffer, parameter_group.model_weight_buffer
-    if main is None:
-        return
-    if parameter_group.dtype == "float8":
-        raise ValueError(
-            "reload_model_params: expected bf16 or fp32 model weights, got float8. Load main "
-            "weights with the fsdp_dtensor checkpoint; float8 weights have lost their bits."
-        )
-    for param in parameter_group.params:
-        item_id = main.param_idx[param]
-        if model is not None and (model.is_data_distributed or main.is_data_distributed):
-            source = model.get_item(item_id, only_shard=True)
-        elif model is not None:
-            source = model.get_item(item_id)
-        else:
-            source = param.detach().flatten()
-        target = main.get_item(item_id, only_shard=main.is_data_distributed)
-        if target.numel() > 0:
-            source = source.view(target.shape)
-            differs = target.to(source.dtype) != source
-            target.copy_(torch.where(differs, source.to(target.dtype), target))
 
 
 def is_v2(model: torch.nn.Module) -> bool:

@@ -21,6 +21,7 @@ strategy                            ``main_grad``                 gradients must
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,10 +30,14 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.mcore import fsdp_model
-from megatron_muon.mcore.fsdp_model import grad_stats_group, is_sharded_over_instances
+from megatron_muon.mcore.fsdp_model import (
+    IS_SHARDED,
+    grad_stats_group,
+    is_sharded_over_instances,
+)
 from megatron_muon.rows.megatron_fsdp import unsharded_of
 
-_IS_GRADIENT_BUFFER = "_megatron_muon_is_gradient_buffer"
+_OUTER_REDUCTIONS = "_megatron_muon_outer_reductions"
 
 
 def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +51,7 @@ def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., 
     def _create_hfsdp_helper_buffer(
         dp_buffer: Any, inner_dp_group: Any, is_data_distributed: bool
     ) -> Any:
-        is_sharded = is_data_distributed or getattr(dp_buffer, _IS_GRADIENT_BUFFER, False)
+        is_sharded = is_data_distributed or getattr(dp_buffer, IS_SHARDED, False)
         helper = original(dp_buffer, inner_dp_group, is_sharded)
         helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
         return helper
@@ -72,15 +77,40 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         values = bound.arguments
         strategy = values["ddp_config"].data_parallel_sharding_strategy
-        if "gradient_scaling_factor" in values and strategy in (
-            "optim_grads",
-            "optim_grads_params",
-        ):
-            values["is_data_distributed"] = True
-            setattr(self, _IS_GRADIENT_BUFFER, True)
+        if "gradient_scaling_factor" in values:
+            is_sharded = strategy in ("optim_grads", "optim_grads_params")
+            values["is_data_distributed"] = is_sharded or values["is_data_distributed"]
+            setattr(self, IS_SHARDED, is_sharded)
         original(*bound.args, **bound.kwargs)
 
     return __init__
+
+
+def count_outer_reductions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``GradReducePipeline._bucket_group_gradient_reduce`` to count reductions of HSDP.
+
+    Gradients are reduced over the outer ranks only in the backward pass of a microbatch that
+    ``config.no_sync_func`` marks as the last one. If none is marked, replicas drift; if two are,
+    gradients are summed twice. Upstream notices neither.
+    """
+
+    def _bucket_group_gradient_reduce(
+        self: Any, bucket_group: list[int], *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("outer_fsdp_group_grad_reduce"):
+            vars(self).setdefault(_OUTER_REDUCTIONS, Counter()).update(bucket_group)
+        return original(self, bucket_group, *args, **kwargs)
+
+    return _bucket_group_gradient_reduce
+
+
+def take_outer_reductions(chunk: Any) -> set[int]:
+    """Return how often gradient buckets were reduced over the outer ranks since the last call."""
+    counts = vars(chunk.module.grad_reduce_pipeline).pop(_OUTER_REDUCTIONS, Counter())
+    groups = chunk.param_and_grad_buffer.parameter_groups
+    return {
+        counts[index] for index, group in enumerate(groups) if group.main_grad_buffer is not None
+    }
 
 
 def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,8 +160,8 @@ def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def complete_backward_passes(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``FullyShardedDataParallelV2.__init__`` to name unused parameters.
+def complete_backward_passes(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``FsdpContext.register_post_backward_final_callback`` to name unused parameters.
 
     v2 reduces the gradients of a module once all its parameters have one. If one never gets one,
     the others are not reduced either, and the next backward pass raises that a phase is invalid,
@@ -141,24 +171,16 @@ def complete_backward_passes(original: Callable[..., None]) -> Callable[..., Non
     the end of a schedule with pipeline stages, the second one reduced nothing.
     """
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        context = self.module.context
-        register = context.register_post_backward_final_callback
+    def register_post_backward_final_callback(self: Any) -> None:
+        # The root, which calls this, is the first module of a backward pass.
+        for module in self.forward_order:
+            module._num_ready_grad_parameters = 0
+        torch.autograd.Variable._execution_engine.queue_callback(
+            functools.partial(_raise_where_missing, self)
+        )
+        original(self)
 
-        def register_both() -> None:
-            """Count from zero, and let the end of this pass raise if gradients are missing."""
-            # The root, which calls this, is the first module of a backward pass.
-            for each in context.forward_order:
-                each._num_ready_grad_parameters = 0
-            torch.autograd.Variable._execution_engine.queue_callback(
-                functools.partial(_raise_where_missing, context)
-            )
-            register()
-
-        context.register_post_backward_final_callback = register_both
-
-    return __init__
+    return register_post_backward_final_callback
 
 
 def _raise_where_missing(context: Any) -> None:

@@ -89,6 +89,12 @@ PATCHES: tuple[Patch, ...] = (
         source_lines=("self.gradient_scaling_factor = gradient_scaling_factor",),
     ),
     Patch(
+        f"{_FSDP}.param_and_grad_buffer:GradReducePipeline._bucket_group_gradient_reduce",
+        "HSDP: count reductions over the outer ranks, which must be one a step",
+        gradient_repairs.count_outer_reductions,
+        source_lines=("if outer_fsdp_group_grad_reduce:",),
+    ),
+    Patch(
         "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
         gradient_repairs.reduce_grad_norm_over_instances,
@@ -308,11 +314,10 @@ V2_PATCHES: tuple[Patch, ...] = (
         source_lines=("sync_model_weights_from_main_weights(self.get_parameters())",),
     ),
     Patch(
-        f"{adapter_module(2)}:FullyShardedDataParallelV2.__init__",
+        f"{_FSDP}.experimental.module:FsdpContext.register_post_backward_final_callback",
         "v2: name parameters without a gradient, which stop the gradients of their module; count "
         "gradients anew in each of two backward passes in a row, as of pipeline stages",
         gradient_repairs.complete_backward_passes,
-        source_lines=("super().__init__(config=config, module=module)",),
     ),
     Patch(
         f"{adapter_module(2)}:FullyShardedDataParallelV2._validate_config",

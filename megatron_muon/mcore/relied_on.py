@@ -28,8 +28,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = {
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads": (
         "model_chunk.start_param_sync()",
     ),
-    # OuterReductions counts the calls that reduce over HSDP's outer ranks.
-    f"{_FSDP}.param_and_grad_buffer:GradReducePipeline._bucket_group_gradient_reduce": (),
+    # A patch counts the calls that reduce over HSDP's outer ranks.
     f"{_FSDP}.param_and_grad_buffer:GradReducePipeline.reduce_gradients": (
         "outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce,",
     ),

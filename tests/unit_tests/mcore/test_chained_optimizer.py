@@ -127,19 +127,20 @@ def _count_installs() -> None:
 
 
 def _reload(sharding: str) -> None:
-    """After a model-only load the main weights follow the model, on every shard."""
+    """After a model-only load the model computes with the main weights, on every shard."""
     model = build_model(sharding)
     optimizer = build_optimizer(model)
     run_backward(model)
     optimizer.step()
-    for group in model.param_and_grad_buffer.parameter_groups:
-        group.model_weight_buffer.data.fill_(0.25)
+    buffers = model.param_and_grad_buffer
+    for _, param in buffers.optimizer_named_parameters:
+        param._local_tensor.fill_(0.25)
     optimizer.reload_model_params()
-    assert all(bool((weight == 0.25).all()) for weight in main_weights(model).values())
-    with pytest.raises(ValueError, match="expected no state_dict"):
-        optimizer.reload_model_params(state_dict={"model": {}})
-    with pytest.raises(ValueError, match="expected fsdp_dtensor, got dp_reshardable"):
-        optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    for group in buffers.parameter_groups:
+        for param in group.params:
+            weights = group.model_weight_buffer
+            item = weights.get_item(weights.param_idx[param], only_shard=True)
+            assert bool((item == 0.25).all())
     assert isinstance(optimizer.param_groups[0]["lr"], float)
     assert torch.is_tensor(optimizer.get_loss_scale())
 
@@ -189,21 +190,18 @@ def test_hsdp_reduces_over_outer_ranks_once_or_raises():
             assert message in text
 
 
-def _wrap_before_enable(**settings: Any) -> str:
+def _wrap_before_enable() -> str:
     import megatron_muon
 
     megatron_muon.disable()
     with mock.patch.object(megatron_muon, "enable"):
-        model = build_model(**settings)
+        model = build_model()
     return _error_of(build_optimizer, model)
 
 
 def test_model_that_was_wrapped_before_enable_is_refused():
     """A model wrapped before enable() is refused, as its gradients lack the repairs."""
-    for text in (*results(1)["wrapped before"], *results(2)["hfsdp wrapped before"]):
-        assert "got one that was wrapped before" in text
-    # Nothing needs a repair on two ranks without HSDP.
-    assert results(2)["wrapped before"] == ["no error"] * 2
+    assert "got one that was wrapped before" in results(1)["wrapped before"][0]
 
 
 def _build_with_tunable_kernels() -> str:
@@ -239,7 +237,7 @@ REFUSED_MODELS = {
 
 def _refuse() -> dict[str, str]:
     """Ask for what is refused: settings, other wrappers, and an optimizer that comes too late."""
-    from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
+    import megatron_muon
 
     class LooksLikeFSDP(torch.nn.Linear):
         def finish_grad_sync(self) -> None: ...
@@ -251,7 +249,8 @@ def _refuse() -> dict[str, str]:
         name: _error_of(build_optimizer, model, **settings)
         for name, (settings, _) in REFUSED_SETTINGS.items()
     }
-    found["type"] = _error_of(FSDPMuonChainedOptimizer, [], [LooksLikeFSDP(2, 2)], {})
+    build = megatron_muon.build_megatron_fsdp_emerging_optimizer
+    found["type"] = _error_of(build, None, [LooksLikeFSDP(2, 2)])
     sharded = torch.nn.Linear(2, 2)
     sharded.weight._mfsdp_parameter_group = None
     found["version 2"] = _error_of(build_optimizer, torch.nn.Sequential(sharded))
@@ -270,10 +269,6 @@ def test_settings_and_models_that_cannot_be_stepped_are_refused(name):
 CASES = {
     1: {"wrapped before": _wrap_before_enable, "step alone": _step_alone, "refused": _refuse},
     2: {
-        "wrapped before": _wrap_before_enable,
-        "hfsdp wrapped before": functools.partial(
-            _wrap_before_enable, outer_dp_sharding_strategy="optim", **HSDP
-        ),
         "step alone": _step_alone,
         "skipped": _skip_a_step,
         "installs": _count_installs,

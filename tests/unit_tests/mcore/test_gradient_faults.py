@@ -99,15 +99,6 @@ def _keep_norm_on_device(case: Callable[..., str], model: Any, optimizer: Any) -
         return case(model, optimizer)
 
 
-def _lose_gradient_after_they_were_listed(model: Any, optimizer: Any) -> str:
-    """If nobody asks for the norm, gradients are checked once more before the step."""
-    optimizer.prepare_grads()
-    (muon,) = optimizer.muon_step.optimizers
-    if dist.get_rank() == 1:
-        next(param for param in muon.params if param.grad is not None).grad = None
-    return _refused(optimizer.step_with_ready_grads, model, optimizer)
-
-
 def _lack_memory(model: Any, optimizer: Any) -> str:
     """Before anything is sent, where the others would wait for it; the next step may go on."""
     from megatron_muon.runtime.arena import Arena
@@ -161,10 +152,6 @@ ON_HOST: dict[str, tuple[Callable[..., str], str]] = {
 }
 CASES = {
     **ON_HOST,
-    "gradient lost late": (
-        _lose_gradient_after_they_were_listed,
-        r"rank 1: .*expected a gradient on a shard of shape",
-    ),
     "no memory": (
         _lack_memory,
         r"rank 1: CUDA out of memory. Tried to allocate 8.00 GiB",

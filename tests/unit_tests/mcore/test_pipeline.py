@@ -51,7 +51,7 @@ ADAM_ON_V2 = (*V2, "--optimizer", "adam")
             id="check_of_the_job",
         ),
         pytest.param(
-            *("FullyShardedDataParallelV2.__init__", 2, 3, (*PP, *ADAM_ON_V2)),
+            *("FsdpContext.register_post_backward_final_callback", 2, 3, (*PP, *ADAM_ON_V2)),
             "BACKWARD -> Phase.BACKWARD",
             id="v2_count",
             marks=needs_flags,
