@@ -8,34 +8,33 @@ import torch only inside of functions, as plans are made without torch.
 With n the shorter side of a matrix, m the longer one, a = m / n, the floating-point operations of
 five steps with quintic coefficients, in units of n^3:
 
-==============  ==========  ========================================================================
-standard        20 a + 10   emerging-optimizers' own steps: Gram matrix, its square, their product
-                            with the matrix
-symmetric       15 a + 5    the same; Triton kernels compute half of a symmetric product
-gram            8 a + 28    iterates on the n x n Gram matrix, and multiplies the matrix at the end
-gram_symmetric  6 a + 14    the same; quack's kernels compute half of a symmetric product
-==============  ==========  ========================================================================
+=========  =========  ==============================================================================
+standard   20 a + 10  emerging-optimizers' own steps: Gram matrix, its square, their product with
+                      the matrix
+symmetric  15 a + 5   the same; a Triton kernel computes half of a symmetric product
+gram       8 a + 28   iterates on the n x n Gram matrix, and multiplies the matrix at the end
+=========  =========  ==============================================================================
 
 Files, each importing only those above it::
 
-    settings            steps, coefficients, precision and scale; NorMuon and NAMO
-    backend             the interface
-    standard            the steps of emerging-optimizers
-    gram                the Gram form, and its restarts
-    kernels             half of the symmetric products of both
+    settings   steps, coefficients, precision and scale; NorMuon and NAMO
+    backend    the interface
+    standard   the steps of emerging-optimizers
+    symmetric  half of their symmetric products
+    gram       the Gram form, and its restarts
 """
 
 from typing import Literal
 
 from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.gram import Gram
-from megatron_muon.newton_schulz.kernels import GramSymmetric, Symmetric
 from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.newton_schulz.symmetric import Symmetric
 
-BackendChoice = Literal["standard", "symmetric", "gram", "gram_symmetric", "auto"]
+BackendChoice = Literal["standard", "symmetric", "gram", "auto"]
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (Standard(), Symmetric(), Gram(), GramSymmetric())
+    backend.name: backend for backend in (Standard(), Symmetric(), Gram())
 }
 
 # Backends of a choice: matrices use the cheapest, ties go to the first. Every choice has one for
@@ -44,8 +43,5 @@ CHOICES: dict[BackendChoice, tuple[str, ...]] = {
     "standard": (Standard.name,),
     "symmetric": (Standard.name, Symmetric.name),
     "gram": (Gram.name,),
-    "gram_symmetric": (Gram.name, GramSymmetric.name),
-    # The tiles of symmetric are chosen by timing: on an H200 all of them had the same bits, as each
-    # sums in the same order.
-    "auto": (Standard.name, Symmetric.name, Gram.name, GramSymmetric.name),
+    "auto": tuple(BACKENDS),
 }

@@ -24,7 +24,7 @@ Source of the form and of restarts: Dao-AILab's gram-newton-schulz.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.backend import Backend, FlopCount, NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import Coefficients
@@ -53,24 +53,17 @@ _SCALE = 64.0
 
 
 class Gram(Backend):
-    """Products of n x n matrices, and two with X per segment.
-
-    Attributes:
-        flops_of_products: Operations of both products with X, in units of ``m n^2``, and of a
-            product of n x n matrices, in units of ``n^3``.
-    """
+    """Products of n x n matrices, and two with X per segment."""
 
     name = "gram"
     workspace = (3, 5)
-    flops_of_products: ClassVar[tuple[int, int]] = (4, 2)
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
         """Count the work of one owner; see ``Backend.work()``. Splitting only divides m."""
         # A step has the products R^2, Q P and two for P R P. The first one of a segment has no Q
         # yet, and the last one needs no new R.
         num_square = sum(4 * steps - 3 for steps in segments)
-        long, square = self.flops_of_products
-        flops = long * m / num_parts * n * n * len(segments) + square * n**3 * num_square
+        flops = 4 * m / num_parts * n * n * len(segments) + 2 * n**3 * num_square
         return FlopCount(flops, 2 * len(segments) + num_square, len(segments))
 
     def item_bytes(self, stack: "torch.Tensor") -> int:
@@ -91,9 +84,7 @@ class Gram(Backend):
                 coefficients = settings.coefficients[first : first + steps]
                 first += steps
                 wide = x.mT if args.is_tall else x
-                q = self._polynomial(
-                    self._symmetric_product(wide, wide.mT), coefficients, args.parts_group
-                )
+                q = _polynomial(wide @ wide.mT, coefficients, args.parts_group)
                 # Q is symmetric. A tall matrix stays tall: transposing it would be a copy.
                 x = x @ q if args.is_tall else q @ x
                 # Names would keep their memory while the next ones are computed.
@@ -101,53 +92,39 @@ class Gram(Backend):
         result = x.bfloat16() if settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
 
-    def _symmetric_product(
-        self,
-        a: "torch.Tensor",
-        b: "torch.Tensor",
-        c: "torch.Tensor | None" = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-    ) -> "torch.Tensor":
-        """Return ``alpha a b + beta c``, which is symmetric, ``(num_matrices, n, n)``."""
-        import torch
 
-        return a @ b if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+def _polynomial(
+    r: "torch.Tensor",
+    coefficients: Sequence[Coefficients],
+    parts_group: "dist.ProcessGroup | None",
+) -> "torch.Tensor":
+    """Return the product of the polynomials of a segment, ``(num_matrices, n, n)``.
 
-    def _polynomial(
-        self,
-        r: "torch.Tensor",
-        coefficients: Sequence[Coefficients],
-        parts_group: "dist.ProcessGroup | None",
-    ) -> "torch.Tensor":
-        """Return the product of the polynomials of a segment, ``(num_matrices, n, n)``.
+    It overwrites ``r``, the scaled Gram matrices, or this owner's part of their sum.
+    """
+    import torch
+    import torch.distributed as dist
 
-        It overwrites ``r``, the scaled Gram matrices, or this owner's part of their sum.
-        """
-        import torch
-        import torch.distributed as dist
-
-        product = self._symmetric_product
-        if parts_group is not None:
-            dist.all_reduce(r, group=parts_group)
-        q: torch.Tensor | None = None
-        for number, (a, b, c) in enumerate(coefficients, start=1):
-            # P without its term a I, which is added in the products with P.
-            p = product(r, r, r, alpha=c / _SCALE**4, beta=b / _SCALE**2)
-            if q is None:
-                q = p.clone()
-                q.diagonal(dim1=-2, dim2=-1).add_(a)
-            else:
-                q = product(q, p, q, beta=a)
-            if number < len(coefficients):
-                half = product(r, p, r, beta=a)
-                r = product(half, p, half, beta=a)
-                # A name would keep its n x n matrix in memory.
-                del half
-            del p
-        assert q is not None  # a segment has a step
-        return q
+    product = torch.baddbmm
+    if parts_group is not None:
+        dist.all_reduce(r, group=parts_group)
+    q: torch.Tensor | None = None
+    for number, (a, b, c) in enumerate(coefficients, start=1):
+        # P without its term a I, which is added in the products with P.
+        p = product(r, r, r, alpha=c / _SCALE**4, beta=b / _SCALE**2)
+        if q is None:
+            q = p.clone()
+            q.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            q = product(q, q, p, beta=a)
+        if number < len(coefficients):
+            half = product(r, r, p, beta=a)
+            r = product(half, half, p, beta=a)
+            # A name would keep its n x n matrix in memory.
+            del half
+        del p
+    assert q is not None  # a segment has a step
+    return q
 
 
 def _dtype(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.dtype":

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of Newton-Schulz: coefficients of emerging-optimizers, methods that change results.
 
-A method has some state: a few numbers per block, in float32, by the shape of the block.
+A method keeps float32 state per block, whose shape depends on the block's shape.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,7 @@
 """Backends against the exact polynomial in float64."""
 
 import itertools
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,10 +20,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from megatron_muon.newton_schulz import BACKENDS, CHOICES, gram, kernels
+from megatron_muon.newton_schulz import BACKENDS, CHOICES, gram, symmetric
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.gram import Gram, segments_of
-from megatron_muon.newton_schulz.kernels import GramSymmetric, Symmetric
+from megatron_muon.newton_schulz.symmetric import Symmetric
 from megatron_muon.plan.cost import CostModel
 
 CPU = torch.device("cpu")
@@ -43,26 +42,9 @@ def _tsyrk(a, c=None, alpha=1.0, beta=0.0):
     return (found + beta * c.float() if beta else found).bfloat16()
 
 
-def _gemm_symmetric(
-    A, B, C=None, out=None, out_dtype=None, dynamic_scheduler=False, alpha=1.0, beta=1.0
-):
-    """Compute what quack's kernel does, with its signature: quack 0.5.0, gemm_interface."""
-    assert out is None and out_dtype is None and not dynamic_scheduler
-    assert A.dtype == B.dtype and A.ndim == B.ndim == 3
-    # quack takes any other number for a tensor.
-    assert isinstance(alpha, float) and isinstance(beta, float)
-    found = alpha * (A @ B)
-    return found if C is None else found + beta * C
-
-
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch):
-    quack = ModuleType("quack")
-    quack.gemm_symmetric = _gemm_symmetric
+def _kernel(monkeypatch):
     monkeypatch.setattr(triton_kernels, "tsyrk_ex", _tsyrk, raising=False)
-    # mock.patch.dict would forget all modules that a test is the first to import.
-    for name in ("quack", "quack.gemm_interface"):
-        monkeypatch.setitem(sys.modules, name, quack)
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
@@ -206,8 +188,8 @@ def test_parts_of_a_split_matrix_are_those_of_the_whole():
 
 @pytest.mark.parametrize(
     ("backend", "expected"),
-    # 20 a + 10, 15 a + 5, 8 a + 28 and 6 a + 14 of the package, a = 4.
-    [("standard", 90), ("symmetric", 65), ("gram", 60), ("gram_symmetric", 38)],
+    # 20 a + 10, 15 a + 5 and 8 a + 28 of the package, a = 4.
+    [("standard", 90), ("symmetric", 65), ("gram", 60)],
 )
 def test_operations_are_those_of_the_form(backend, expected):
     """Owners of a split matrix divide only the products with the longer side."""
@@ -266,28 +248,25 @@ def test_sums_of_the_gram_form_are_fp32_on_a_gpu():
 
 
 def test_shape_and_cost_choose_the_backend():
-    """Square matrices stay standard below the kernels' break-even; long ones are gram."""
+    """Square matrices stay standard below the least side of the kernel; long ones are gram."""
     cost = CostModel(backends=("standard", "symmetric", "gram"))
     assert cost.backend_of(1024, 1024) == "standard"
-    assert cost.backend_of(4096, 4096) == "symmetric"
+    assert cost.backend_of(8192, 8192) == "symmetric"
     assert cost.backend_of(4096, 28672) == cost.backend_of(28672, 4096) == "gram"
 
 
 @pytest.mark.parametrize(
     ("choice", "shape", "num_parts", "expected"),
     [
-        ("symmetric", (4096, 4096), 1, ["standard", "symmetric"]),
-        ("symmetric", (4100, 8192), 1, ["standard"]),  # not a multiple of 8
-        ("symmetric", (4096, 4304), 4, ["standard"]),  # nor the columns of a part
-        ("symmetric", (1024, 4096), 1, ["standard"]),  # below the break-even
+        ("symmetric", (8192, 8192), 1, ["standard", "symmetric"]),
+        ("symmetric", (8196, 16384), 1, ["standard"]),  # not a multiple of 8
+        ("symmetric", (8192, 8208), 4, ["standard"]),  # nor the columns of a part
+        # The kernel would be tuned over 180 configurations, for minutes.
+        ("symmetric", (4992, 8192), 1, ["standard"]),
         ("gram", (64, 96), 1, ["gram"]),
         ("gram", (64, 96), 4, ["gram"]),
-        ("gram_symmetric", (64, 96), 1, ["gram"]),  # less than a tile
-        ("gram_symmetric", (256, 512), 1, ["gram", "gram_symmetric"]),
-        ("gram_symmetric", (256, 512), 2, ["gram", "gram_symmetric"]),
-        ("gram_symmetric", (256, 520), 2, ["gram"]),
         ("auto", (64, 64), 1, ["standard", "gram"]),
-        ("auto", (4096, 4096), 1, ["standard", "symmetric", "gram", "gram_symmetric"]),
+        ("auto", (8192, 8192), 1, ["standard", "symmetric", "gram"]),
     ],
 )
 def test_kernels_take_the_shapes_they_can_load(choice, shape, num_parts, expected):
@@ -304,54 +283,36 @@ def test_what_a_machine_lacks_is_said():
     assert no_gpu == "expected a GPU, got cpu ranks"
     assert Gram().problems(of, CPU) == []
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
-        with mock.patch.object(kernels, "_error_of_triton", lambda device: ""):
+        with mock.patch.object(symmetric, "_error_of_triton", lambda device: ""):
             assert Symmetric().problems(of, gpu) == []
         with mock.patch("torch.zeros", side_effect=RuntimeError("Failed to find C compiler.\n at")):
             assert "RuntimeError: Failed to find C comp" in Symmetric().problems(of, gpu)[0]
     with mock.patch("torch.cuda.get_device_capability", lambda device: (8, 9)):
-        for backend in (Symmetric(), GramSymmetric()):
-            assert "got 8.9" in backend.problems(of, gpu)[-1]
-    with mock.patch.dict("sys.modules", {"quack.gemm_interface": None}):
-        assert "expected the package quack-kernels" in GramSymmetric().problems(of, CPU)[0]
+        assert "got 8.9" in Symmetric().problems(of, gpu)[-1]
     with mock.patch.object(triton_kernels, "HAS_TRITON_340", False):
         assert "Triton 3.4 or later" in Symmetric().problems(of, CPU)[0]
 
 
-@pytest.mark.parametrize("backend", ["symmetric", "gram_symmetric"])
-def test_kernels_are_compared_with_torch_at_construction(backend):
+def test_kernel_is_compared_with_torch_at_construction():
     """A kernel that is wrong, or that returns NaN, ends the job before its first step."""
     stack = torch.empty(2, 256, 512, dtype=torch.bfloat16)
     args = NewtonSchulzArgs(settings(), (256, 512), is_normalized=True)
-    BACKENDS[backend].check(stack, args)
+    Symmetric().check(stack, args)
     for wrong in (0.5, torch.nan):
-        run = mock.patch.object(type(BACKENDS[backend]), "run", lambda _, x, __, by=wrong: x * by)
-        text = f"{backend}: expected a relative error .* 256 x 512"
+        run = mock.patch.object(Symmetric, "run", lambda _, x, __, by=wrong: x * by)
+        text = "symmetric: expected a relative error .* 256 x 512"
         with run, pytest.raises(RuntimeError, match=text):
-            BACKENDS[backend].check(stack, args)
+            Symmetric().check(stack, args)
 
 
-def test_triton_is_tuned_over_six_configurations(monkeypatch):
-    """Triton tunes six configurations, as 180 of a shape take minutes."""
-    kernel = triton_kernels.syrk.syrk_kernel_bf16
-    configs = [
-        triton.Config(dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=True)) | group, *rest)
-        for tile in itertools.product((64, 128, 256), repeat=3)
-        for group in ({"GROUP_SIZE_M": size} for size in (2, 4, 8))
-        for rest in itertools.product((4, 8), (2, 3, 4))
-    ]
-    monkeypatch.setattr(kernel, "configs", configs)
+def test_kernel_has_one_tile_where_it_is_used():
+    """Tiles are chosen by timing: with others the bits of a run could change after a restart."""
+    sides = itertools.product((64, 128, 256), repeat=3)
+    tiles = [{"TILE_M": m, "TILE_N": n, "TILE_K": k} for m, n, k in sides]
     prune = triton_kernels.syrk.prune_invalid_configs
-    assert len(prune(configs, {"N": 4096})) == 180
-    stack = normalized(torch.randn(1, 16, 32))
-    found = orthogonalized(stack, "symmetric")
-    assert len(prune(kernel.configs, {"N": 4096})) == 6
-    assert len(prune(kernel.configs, {"N": 8192})) == 3
-    # Others stay: those that a test or a user has chosen, and those of a release without a tuner.
-    monkeypatch.setattr(kernel, "configs", configs[:1])
-    assert torch.equal(orthogonalized(stack, "symmetric"), found)
-    assert kernel.configs == configs[:1]
-    monkeypatch.delattr(triton_kernels.syrk, "syrk_kernel_bf16")
-    assert torch.equal(orthogonalized(stack, "symmetric"), found)
+    side = next(side for side in range(8, 9999, 8) if Symmetric().takes(side, side))
+    assert len(prune([triton.Config(tile) for tile in tiles], {"N": side})) == 1
+    assert len(prune([triton.Config(tile) for tile in tiles], {"N": side - 8})) > 1
 
 
 def test_unaligned_stack_is_copied():

@@ -26,7 +26,7 @@ MAX_ELEMENTS = 2**28
 STACKED = 0.05
 # Of the Frobenius norm, on the hardest spectrum: steps in bf16 have 0.15, the Gram form in fp16
 # 0.02 (docs/performance.md).
-LARGEST_ERRORS = {"standard": 0.25, "symmetric": 0.25, "gram": 0.05, "gram_symmetric": 0.05}
+LARGEST_ERRORS = {"standard": 0.25, "symmetric": 0.25, "gram": 0.05}
 
 
 def _drawn(count: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -62,8 +62,8 @@ def test_backend_is_as_near_to_float64_as_documented(backend):
     problems = BACKENDS[backend].problems(settings(), device())
     if problems:
         pytest.skip(problems[-1])
-    # The kernels of "symmetric" take no smaller ones.
-    shape = next(s for s in ((512, 2048), (4096, 4096)) if BACKENDS[backend].takes(*s))
+    # The kernel of "symmetric" takes no smaller ones.
+    shape = next(s for s in ((512, 2048), (5120, 5120)) if BACKENDS[backend].takes(*s))
     for name, matrix in spectra(*shape, device()).items():
         x = whole_matrices.normalized_bf16(matrix.float())
         error = relative_error(orthogonalized(x.unsqueeze(0), backend)[0], exact(x))
