@@ -1,20 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Row sharding of a real Megatron-FSDP model, and the steps of Muon and Lion on its shards."""
+"""Real models of Megatron-FSDP: rows, attributes, steps of Muon and Lion, and collectives."""
 
 import functools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.megatron_fsdp import ShardedNet
 from helpers.ranks import cached_cases
 from helpers.sharded_muon import Optimizers, step_both
-from helpers.toy_fsdp import build_model, build_optimizer
-from torch.distributed.tensor import DTensor
+from helpers.toy_fsdp import build_model, build_optimizer, run_backward
+from torch.distributed.tensor import DTensor, Partial
 
 pytestmark = pytest.mark.ranks
+
 
 HSDP = {"num_distributed_optimizer_instances": 2}
 HFSDP = {**HSDP, "outer_dp_sharding_strategy": "optim"}
@@ -152,16 +158,117 @@ def _step(sharding: str, settings: dict[str, Any]) -> list[Any]:
     return [wrong_rows, num_empty, _step_muon(model, chain), _step_lion(model, chain, sharding)]
 
 
-results = cached_cases(
-    {
-        world_size: {
-            name: functools.partial(_step, sharding, settings)
-            for name, (size, sharding, settings) in SHARDINGS.items()
-            if size == world_size
-        }
-        for world_size in (2, 3, 4)
-    }
+def _sharded(layout: str) -> tuple[list[Any], Any]:
+    """Return two sharded matrices and what holds them."""
+    net = ShardedNet(layout, [(12, 6), (7, 4)], has_bias=False)
+    params = list(net.matrices.values())
+    return params, params[0]._mfsdp_parameter_group
+
+
+def _copy_attributes() -> None:
+    """Upstream's rules read them of what optimizers see, and v2 leaves them on the other one."""
+    from megatron_muon.mcore.fsdp_model import copy_parameter_attributes
+
+    (param, *_), group = _sharded("zero3")
+    unsharded = group.unsharded_parameters[0]
+    unsharded.allreduce, unsharded.partition_dim, unsharded._private = False, 1, 1
+    copy_parameter_attributes(param)
+    assert not param.allreduce and param.partition_dim == 1
+    assert not hasattr(param, "_private") and getattr(param, "__fsdp_param__", False)
+
+
+def _cast() -> None:
+    """bf16 gradients of fp32 weights; one that HSDP did not reduce would let replicas drift."""
+    from megatron_muon.mcore.chunks import sharded_chunk
+
+    (first, second), group = _sharded("hsdp")
+    group.sync_model_weight_from_main_weight = mock.Mock()
+    model = torch.nn.Module()
+    model.first, model.second, model.config = first, second, None
+    chunk = sharded_chunk(model)
+    for param, placement in ((first, first.placements[0]), (second, Partial("sum"))):
+        param.grad_dtype = torch.bfloat16
+        param.grad = DTensor.from_local(
+            param._local_tensor.detach().to(torch.bfloat16),
+            param.device_mesh,
+            [placement, param.placements[1]],
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    (problem,) = chunk.finish_gradients()
+    assert problem.startswith("second: expected a gradient with placem")
+    assert first.grad.dtype == torch.float32
+    # The next backward pass attaches gradients of the old dtype.
+    first.grad = first.grad.to(torch.bfloat16)
+    chunk.install_weights()
+    assert group.sync_model_weight_from_main_weight.call_count == 1
+    chunk.zero_gradients()
+    assert first.grad is None
+
+
+NAMES = (
+    *("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"),
+    *("all_gather", "reduce_scatter", "broadcast", "barrier", "all_gather_object", "new_group"),
 )
+
+
+@contextmanager
+def _logged(log: list[list[Any]]) -> Iterator[None]:
+    """Note each collective: its name, the dtype and elements it is given, the size of its group."""
+
+    def note(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        num_ranks = dist.get_world_size(kwargs.get("group")) if name != "new_group" else 0
+        entry = [name, "", 0, num_ranks]
+        tensors = [each for each in args[:2] if isinstance(each, torch.Tensor)]
+        if tensors:
+            entry[1:3] = [str(tensors[-1].dtype).removeprefix("torch."), tensors[-1].numel()]
+        log.append(entry)
+        return original(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for name in NAMES:
+            noted = functools.partial(note, name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, noted))
+        yield
+
+
+# World, strategy and settings; ranks that the norm is summed over, and replicas.
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any], int, int]] = {
+    "zero3": (2, "optim_grads_params", {}, 2, 0),
+    "zero0": (2, "no_shard", {}, 1, 2),
+    "hsdp": (4, "optim_grads_params", HSDP, 2, 2),
+}
+
+
+def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
+    """Log construction, and the second step."""
+    model = build_model(sharding, **settings)
+    construction: list[list[Any]] = []
+    with _logged(construction):
+        optimizer = build_optimizer(model)
+    log: list[list[Any]] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        run_backward(model)
+        model.finish_grad_sync()
+        with _logged(log if step == 1 else []):
+            optimizer.step()
+    (plan,) = optimizer.muon_step.engine.plans
+    num_blocks = sum(len(matrix.blocks) for matrix in plan.matrices)
+    return [construction, log, len(plan.buckets), num_blocks]
+
+
+CASES: dict[int, dict[str, Any]] = {
+    2: {},
+    3: {},
+    4: {"attributes": _copy_attributes, "gradients": _cast},
+}
+for _name, (_size, *_args) in SHARDINGS.items():
+    CASES[_size][_name] = functools.partial(_step, *_args)
+for _name, (_size, _sharding, _settings, _, _) in LAYOUTS.items():
+    CASES[_size][f"collectives {_name}"] = functools.partial(_trace, _sharding, _settings)
+results = cached_cases(CASES)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
@@ -176,3 +283,45 @@ def test_steps_on_megatron_fsdp_shards_equal_whole_matrices(name):
         assert num_updates == num_expected
         assert is_kept
     assert (sum(empty for _, empty, _, _ in by_rank) > 0) == (not name.startswith("zero0"))
+
+
+@pytest.mark.parametrize("name", ["attributes", "gradients"])
+def test_shards_have_attributes_of_megatron_and_gradients_in_fp32(name):
+    """Shards get Megatron's attributes; gradients are cast, or refused if replicas differ."""
+    assert results(4)[name] == [None] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_are_those_of_the_document(layout):
+    """The collectives of a step are those of docs/communication.md."""
+    world_size, sharding, _, num_norm_ranks, num_replicas = LAYOUTS[layout]
+    for construction, step, num_buckets, num_blocks in results(world_size)[f"collectives {layout}"]:
+        assert num_buckets > 0
+        num_gathers = 0 if sharding == "no_shard" else num_buckets
+        messages = [["all_to_all_single", "bfloat16", world_size]]
+        spread = [["all_gather_into_tensor", "bfloat16", num_replicas]] if num_replicas else []
+        count = num_gathers + num_buckets * (1 + len(spread))
+        assert step[:3] == [
+            ["all_reduce", "int32", 1, world_size],
+            ["all_reduce", "float32", 1, num_norm_ranks],
+            ["all_reduce", "float64", num_blocks, world_size],
+        ]
+        exchange = [[name, dtype, ranks] for name, dtype, _, ranks in step[3 : 3 + count]]
+        assert sorted(exchange) == sorted(
+            messages * num_gathers + (messages + spread) * num_buckets
+        )
+        # Megatron-FSDP's, of weights.
+        assert {entry[0] for entry in step[3 + count :]} <= {"all_gather_into_tensor"}
+        # One element for every rank that rows go to, and results; under ZeRO-0 no rows travel.
+        connect = [entry for entry in construction if entry[0] == "all_to_all_single"]
+        assert len(connect) == (num_gathers > 0) + (num_buckets > 0)
+        assert all(num_elements < world_size for _, _, num_elements, _ in connect)
+        # All else is flags, hashes, and tables of groups and loads. Replicas connect too.
+        assert Counter(name for name, *_ in construction) == Counter(
+            all_reduce=7,
+            all_gather_object=4,
+            all_gather_into_tensor=3 + (num_replicas > 0),
+            all_to_all_single=len(connect),
+        )
+        flags = [entry[1:] for entry in construction if entry[0] == "all_reduce"]
+        assert flags == [["int32", 1, world_size]] * 7
