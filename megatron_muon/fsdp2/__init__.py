@@ -22,10 +22,10 @@ Files, each importing only those above it::
     from_parameters  MuonAdamW, from parameters alone
 """
 
-from megatron_muon.step.dependencies import missing_symbols
+from megatron_muon.step.dependencies import missing_names
 
 # The imports below would raise errors without advice.
-if _missing := missing_symbols():
+if _missing := missing_names():
     raise ImportError("megatron_muon.fsdp2 cannot be imported:\n  " + "\n  ".join(_missing))
 
 from megatron_muon.fsdp2.from_parameters import from_parameters

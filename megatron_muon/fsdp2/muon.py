@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.mixin import WeightDecayT
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.optim.optimizer import ParamsT
@@ -32,7 +31,8 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import INTERRUPTED, first_line
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
-from megatron_muon.step.dependencies import dependency_problems, environment_problems
+from megatron_muon.step.dependencies import environment_problems
+from megatron_muon.step.elementwise import WeightDecayMethod
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
 
@@ -67,7 +67,9 @@ class Muon(WholeMatrixMuon):
         momentum: EMA coefficient.
         weight_decay: Coefficient.
         nesterov: Whether the gradient is averaged into the momentum once more.
-        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``.
+        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2`` of
+            emerging-optimizers, or ``cautious``: decoupled, where update and weight have the same
+            sign (arXiv:2510.12402).
         fp32_matmul_prec: Precision of Newton-Schulz; ``medium`` is bf16.
         coefficient_type: Name of emerging-optimizers' coefficients.
         num_ns_steps: Newton-Schulz steps.
@@ -131,7 +133,7 @@ class Muon(WholeMatrixMuon):
         weight_decay: float = 0.01,
         *,
         nesterov: bool = False,
-        weight_decay_method: WeightDecayT = "decoupled",
+        weight_decay_method: WeightDecayMethod = "decoupled",
         fp32_matmul_prec: FP32MatmulPrecT = "medium",
         coefficient_type: str = "quintic",
         num_ns_steps: int = 5,
@@ -195,7 +197,7 @@ class Muon(WholeMatrixMuon):
         parameters, unplanned, device, rows_device = view_parameters(
             list(planned_parameters(self.param_groups)), replicas, tensor_group
         )
-        problems += dependency_problems() + environment_problems() + unplanned
+        problems += environment_problems() + unplanned
         problems += parameter_problems(self, parameters, rows_device)
         self.muon_step = MuonStep(
             [self],
@@ -211,6 +213,16 @@ class Muon(WholeMatrixMuon):
         self._holders = by_holders(self.muon_step.plan_inputs, others, replicas or tensor_group)
         self._layouts = layouts_of(self.param_groups)
         self._is_built = True
+
+    def refresh_main_params(self) -> None:
+        """Let the next step read bfloat16 parameters that were changed outside of a step.
+
+        Steps update float32 copies, and round them into the parameters: without this call the next
+        one reverts a change, such as an average of weights, or weights that were loaded without the
+        state of the optimizer. The first step, and the first one after ``load_state_dict()``, need
+        no call.
+        """
+        self.muon_step.refresh_main_params()
 
     def record_metrics(self, is_on: bool = True) -> None:
         """Record metrics of every step for ``last_metrics()``, by a pass over its tensors."""

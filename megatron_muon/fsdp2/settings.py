@@ -20,7 +20,12 @@ from emerging_optimizers.utils import FP32MatmulPrecT
 from megatron_muon.fsdp2.parameters import as_split_sizes
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.step.elementwise import SCALE_MODES, WEIGHT_DECAY_METHODS, scale_function
+from megatron_muon.step.elementwise import (
+    SCALE_MODES,
+    WEIGHT_DECAY_METHODS,
+    WeightDecayMethod,
+    scale_function,
+)
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings
 from megatron_muon.step.second_moments import SecondMoments, method_problems
@@ -148,7 +153,7 @@ class MuonArguments:
     """Keyword arguments of ``Muon``; see there."""
 
     nesterov: bool
-    weight_decay_method: str
+    weight_decay_method: WeightDecayMethod
     fp32_matmul_prec: FP32MatmulPrecT
     coefficient_type: str
     num_ns_steps: int

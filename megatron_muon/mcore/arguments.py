@@ -34,8 +34,8 @@ _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
     "--muon-fsdp-log-metrics": {
         "action": "store_true",
-        "help": "Write norms of gradients and momentum, the RMS of updates and the orthogonality "
-        "error of a matrix to TensorBoard and W&B.",
+        "help": "Write norms of gradients and momentum and the RMS of updates to TensorBoard and "
+        "W&B.",
     },
     "--muon-split-glu": {
         "action": "store_true",

@@ -32,10 +32,10 @@ def enable() -> None:
         return
     check_versions()
     # Only now: it imports torch.
-    from megatron_muon.step.dependencies import dependency_problems
+    from megatron_muon.step.dependencies import missing_names
 
     # Before megatron is imported, which may fail if they lack an API.
-    if problems := dependency_problems():
+    if problems := missing_names():
         raise IncompatibleMegatronError(problems)
     try:
         from megatron_muon.mcore.patches import (

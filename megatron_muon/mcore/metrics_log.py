@@ -86,9 +86,8 @@ class MetricsLog:
 
 def by_name(metrics: StepMetrics) -> dict[str, float]:
     """Return metrics by ``muon/METRIC``, and ``muon/METRIC/GROUP`` of several parameter groups."""
-    values = {}
-    for name, value in metrics._asdict().items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        for group, number in enumerate(numbers):
-            values[f"muon/{name}" + f"/{group}" * (len(numbers) > 1)] = number
-    return values
+    return {
+        f"muon/{name}" + f"/{group}" * (len(values) > 1): value
+        for name, values in metrics._asdict().items()
+        for group, value in enumerate(values)
+    }

@@ -266,8 +266,8 @@ class TensorParallelMoments(SecondMoments):
         super().__init__(name, beta2, eps, muon.scale)
         self._muon = muon
 
-    def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
-        return self._muon.tensor_shards[each.param].view.shape
+    def _scaled_shape(self, parameter: PlannedParameter) -> Sequence[int]:
+        return self._muon.tensor_shards[parameter.param].view.shape
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add missing tensors to a state that was created or loaded."""

@@ -150,21 +150,3 @@ class Backend(ABC):
                 f"against {other} for {shape} matrices, got {difference:.2g}. Use "
                 f"exchange.newton_schulz {other}, and report it with the versions of the kernels."
             )
-
-
-def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]] = ()) -> list[str]:
-    """Return a sentence unless a device is a GPU of one of the compute capabilities.
-
-    Capabilities are major versions, or major and minor ones; any GPU will do if there are none.
-    """
-    import torch
-
-    if device.type != "cuda":
-        return [f"expected a GPU, got {device.type} ranks"]
-    if not capabilities:
-        return []
-    actual = torch.cuda.get_device_capability(device)
-    if any(actual[: len(capability)] == capability for capability in capabilities):
-        return []
-    expected = ", ".join(".".join(map(str, capability)) for capability in capabilities)
-    return [f"expected a GPU of compute capability {expected}, got {actual[0]}.{actual[1]}"]

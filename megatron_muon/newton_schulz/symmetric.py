@@ -8,7 +8,7 @@ The kernel stores the other half too.
 import functools
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import NewtonSchulzArgs, gpu_problems
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard, normalize
 
@@ -39,18 +39,22 @@ class Symmetric(Standard):
         return n >= _LEAST_SIDE and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
-        """Check for a GPU that the kernels were tested on, Triton, and bf16."""
+        """Check for a GPU that the kernel was tested on, Triton, and bf16."""
+        import torch
+        from emerging_optimizers import triton_kernels
+
         problems = []
         if not settings.is_bf16:
-            problems.append("expected fp32_matmul_prec medium: the kernels multiply bf16")
-        try:
-            from emerging_optimizers import triton_kernels
-
-            if not triton_kernels.HAS_TRITON_340:
-                problems.append("expected Triton 3.4 or later, got an older one")
-        except (ImportError, AttributeError) as error:
-            problems.append(f"expected Triton 3.4 or later, got {error}")
-        problems += gpu_problems(device, _CAPABILITIES)
+            problems.append("expected fp32_matmul_prec medium: the kernel multiplies bf16")
+        if not triton_kernels.HAS_TRITON_340:
+            problems.append("expected Triton 3.4 or later, got an older one")
+        if device.type != "cuda":
+            problems.append(f"expected a GPU, got {device.type} ranks")
+        elif (actual := torch.cuda.get_device_capability(device)) not in _CAPABILITIES:
+            expected = ", ".join(f"{major}.{minor}" for major, minor in _CAPABILITIES)
+            problems.append(
+                f"expected a GPU of compute capability {expected}, got {actual[0]}.{actual[1]}"
+            )
         if not problems and (reason := _error_of_triton(device)):
             problems.append(
                 f"expected Triton to compile, got {reason}. Install gcc and python3-dev"

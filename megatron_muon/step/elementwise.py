@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elementwise parts of a step: decay, momentum, scale factors; memory of other optimizers."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
@@ -15,92 +15,86 @@ from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.runtime.arena import OtherBytes
 from megatron_muon.runtime.tensors import local_tensor
 
-# Factors of a weight that is decayed by (weight decay, learning rate); "l2" decays the gradient.
+type Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+# Methods of emerging-optimizers, and cautious.
+WeightDecayMethod = Literal["decoupled", "independent", "palm", "l2", "cautious"]
+WEIGHT_DECAY_METHODS = get_args(WeightDecayMethod)
+# Factors of a weight that is decayed before its update, by (weight decay, learning rate).
 # Source: emerging-optimizers 0.3.0, WeightDecayMixin.
 _FACTORS: Mapping[str, Callable[[float, float], float]] = {
     "decoupled": lambda decay, lr: decay * lr,
     "independent": lambda decay, lr: decay,
     "palm": lambda decay, lr: decay * lr * lr,
 }
-WEIGHT_DECAY_METHODS = (*_FACTORS, "l2")
 
 
-def decay_weights(
+def decay_before_update(
     method: str,
-    weights: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
+    weights: Tensors,
+    grads: Tensors,
+    group: Mapping[str, Any],
 ) -> None:
-    """Decay weights in place, or with ``l2`` their gradients; the bits are upstream's.
+    """Decay weights in place, or with ``l2`` their gradients; ``cautious`` decays later.
 
     Args:
-        method: ``decoupled``, ``independent``, ``palm`` or ``l2``.
+        method: One of ``WEIGHT_DECAY_METHODS``; the bits are emerging-optimizers'.
         weights: Local tensors.
         grads: Their gradients, of the same shapes.
-        lr: Learning rate.
-        weight_decay: Coefficient.
-
-    Raises:
-        ValueError: Unknown method.
+        group: Parameter group, of which ``lr`` and ``weight_decay`` are read.
     """
-    if weight_decay == 0.0 or not weights:
+    decay = group["weight_decay"]
+    if decay == 0.0 or method == "cautious":
         return
     if method == "l2":
-        torch._foreach_add_(list(grads), list(weights), alpha=weight_decay)
-    elif method in _FACTORS:
-        factor = _FACTORS[method](weight_decay, lr)
-        torch._foreach_add_(list(weights), list(weights), alpha=-factor)
+        torch._foreach_add_(grads, weights, alpha=decay)
     else:
-        raise ValueError(
-            f"weight decay: expected one of {WEIGHT_DECAY_METHODS}, got {method!r}. Set "
-            "weight_decay_method accordingly."
-        )
+        torch._foreach_add_(weights, weights, alpha=-_FACTORS[method](decay, group["lr"]))
+
+
+def add_cautious_decay(updates: Tensors, weights: Tensors, weight_decay: float) -> None:
+    """Add the decay of weights to updates where their product is not negative.
+
+    Method: cautious weight decay (https://arxiv.org/abs/2510.12402).
+
+    Args:
+        updates: Updates that are multiplied by the learning rate and subtracted next.
+        weights: Local tensors, of the same shapes.
+        weight_decay: Coefficient.
+
+    Memory: a tensor like each update.
+    """
+    if weight_decay == 0.0:
+        return
+    decays = torch._foreach_mul(updates, weights)
+    # 1 where the product is not negative, else 0.
+    torch._foreach_sign_(decays)
+    torch._foreach_add_(decays, 1.0)
+    torch._foreach_clamp_max_(decays, 1.0)
+    torch._foreach_mul_(decays, weights)
+    torch._foreach_add_(updates, decays, alpha=weight_decay)
 
 
 def advance_momentum(
     group: Mapping[str, Any],
-    weights: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    *,
-    weight_decay_method: str,
-    nesterov: bool,
-    updates: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Decay weights, and average gradients into momentum, with emerging-optimizers' bits.
+    grads: Tensors,
+    momentum: Tensors,
+    updates: Tensors | None,
+) -> None:
+    """Average gradients into momentum, with emerging-optimizers' bits.
 
     Args:
-        group: Of which ``lr``, ``weight_decay`` and ``momentum`` are read.
-        weights: Local tensors of one dtype.
-        grads: Their gradients. Weight decay of method ``l2`` is added to them.
-        buffers: Their momentum, changed in place.
-        weight_decay_method: See ``decay_weights()``.
-        nesterov: Whether the gradient is averaged in once more.
-        updates: Output tensors of that average. Pass ``grads`` to overwrite them.
-
-    Returns:
-        Input of Newton-Schulz: with Nesterov the updates, otherwise the momentum itself.
+        group: Parameter group, of which ``momentum`` is read.
+        grads: Local gradients.
+        momentum: Changed in place.
+        updates: Output tensors of Nesterov's momentum, which averages the gradient in once more;
+            None without it. Pass ``grads`` to overwrite them.
     """
-    # torch has no foreach function for an empty list.
-    if not weights:
-        return []
-    decay_weights(
-        weight_decay_method,
-        weights,
-        grads,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-    )
-    torch._foreach_lerp_(list(buffers), list(grads), 1 - group["momentum"])
-    if not nesterov:
-        return list(buffers)
-    copied = [i for i, update in enumerate(updates) if update is not grads[i]]
-    if copied:
-        torch._foreach_copy_([updates[i] for i in copied], [grads[i] for i in copied])
-    torch._foreach_lerp_(list(updates), list(buffers), group["momentum"])
-    return list(updates)
+    torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
+    if updates is not None:
+        if updates is not grads:
+            torch._foreach_copy_(updates, grads)
+        torch._foreach_lerp_(updates, momentum, group["momentum"])
 
 
 # Name: emerging-optimizers' mode, and a factor.

@@ -9,7 +9,7 @@ import torch
 from emerging_optimizers.scalar_optimizers import Lion
 
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import decay_weights
+from megatron_muon.step.elementwise import add_cautious_decay, decay_before_update
 
 
 class FSDPLion(Lion):
@@ -47,9 +47,7 @@ class FSDPLion(Lion):
         grads = [local_tensor(param.grad) for param in params]
         averages = [local_tensor(self.state[param]["exp_avg"]) for param in params]
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        decay_weights(
-            self.weight_decay_method, weights, grads, lr=lr, weight_decay=group["weight_decay"]
-        )
+        decay_before_update(self.weight_decay_method, weights, grads, group)
         for param in params:
             # emerging-optimizers 0.4 counts steps, and does not use them in Lion.
             if "step" in self.state[param]:
@@ -57,4 +55,6 @@ class FSDPLion(Lion):
         updates = torch._foreach_lerp(averages, grads, 1 - beta1)
         torch._foreach_lerp_(averages, grads, 1 - beta2)
         torch._foreach_sign_(updates)
+        if self.weight_decay_method == "cautious":
+            add_cautious_decay(updates, weights, group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-lr)

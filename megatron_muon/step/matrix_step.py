@@ -7,14 +7,14 @@ local rows. A step is then the same for all optimizers::
 
     reserve()                   memory of the step; ranks agree to step
     step()
-        hook.begin              gradients
+        on_gradients            hooks
         decay, momentum         a few launches for each parameter group
-        hook.advanced           momentum
+        on_momentum             hooks
         exchange                rows to owners; as results arrive:
-            hook.arrived            changes results
+            on_results              hooks change results
             update                  subtracts results from weights
 
-A rank that runs out of memory after ranks have agreed leaves the others in a collective. Therefore
+If a rank runs out of memory after the agreement, the other ranks hang in a collective. Therefore
 ``MatrixStep.reserve()`` allocates results, float32 momentum, messages and stacks, which stay, and a
 block of the size of the temporaries, which stays in torch's cache: temporaries of Newton-Schulz, of
 hooks, and of optimizers that step meanwhile. Small allocations come later: lists of rectangles,
@@ -24,8 +24,8 @@ norms, and state values per block.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, Self
 
 import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
@@ -36,8 +36,9 @@ from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.runtime.tensors import join_adjacent, local_tensor
-from megatron_muon.step.elementwise import advance_momentum
-from megatron_muon.step.stored_state import CopyBack
+from megatron_muon.step.elementwise import Tensors, advance_momentum, decay_before_update
+from megatron_muon.step.hooks import StepHooks
+from megatron_muon.step.stored_state import MomentumStaging, tensors_in
 
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
 # microseconds, longer than a launch takes.
@@ -49,7 +50,7 @@ class StepSettings(NamedTuple):
 
     Args:
         nesterov: Whether the gradient is averaged in once more.
-        weight_decay_method: See ``decay_weights()``.
+        weight_decay_method: One of ``WEIGHT_DECAY_METHODS``.
         fp32_matmul_prec: Precision of Newton-Schulz.
         overwrites_gradients: Whether results are written to the memory of gradients, which saves as
             much memory as the momentum has. Otherwise gradients stay as they are, except with
@@ -68,67 +69,50 @@ class StepSettings(NamedTuple):
     momentum_dtype: torch.dtype = torch.float32
     offload_momentum: bool = False
 
-    @property
-    def stages_momentum(self) -> bool:
-        """Whether a step copies momentum to float32 memory of the device."""
-        return self.momentum_dtype != torch.float32 or self.offload_momentum
 
-
-class StepHooks:
-    """Additions to a step, such as figures and second moments; this base class does nothing.
-
-    Attributes:
-        num_bytes: Memory that a call allocates at most.
-    """
-
-    num_bytes: int = 0
-
-    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """See gradients by position, before weight decay."""
-
-    def advanced(self, momentum: Sequence[torch.Tensor]) -> None:
-        """See the new momentum by position."""
-
-    def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
-        """Change results of one parameter group, which are subtracted next."""
-
-
-def portions_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[int]]:
+def portions_of(
+    positions: Iterable[int], sizes: Sequence[int], limit: float = PORTION_ELEMENTS
+) -> Iterator[list[int]]:
     """Yield positions in portions of at most ``limit`` elements, or of one position.
 
     Args:
-        sizes: Positions and their numbers of elements.
+        positions: Positions in their order.
+        sizes: Elements by position.
         limit: Elements of a portion.
     """
     portion: list[int] = []
     num_elements = 0
-    for position, size in sizes:
-        if portion and num_elements + size > limit:
+    for position in positions:
+        if portion and num_elements + sizes[position] > limit:
             yield portion
             portion, num_elements = [], 0
         portion.append(position)
-        num_elements += size
+        num_elements += sizes[position]
     if portion:
         yield portion
 
 
-@dataclass
-class _Portion:
-    """Parameters of one group that are advanced at once.
+class _Tensors(NamedTuple):
+    """Tensors of the same parameters.
 
     Args:
-        group: Position of the group.
-        positions: Of the parameters.
-        slot: Slot of staging memory.
-        staged: Memory of their momentum in float32; none if it is averaged where it is kept.
-        lists: Weights, momentum, results and staged momentum, which may be joined tensors.
+        weights: Local weights.
+        momentum: Momentum where it is kept.
+        results: Results of Newton-Schulz, and its input with Nesterov.
+        staged: Momentum in float32 on the device, where it is averaged: staging memory, or the
+            momentum itself.
     """
 
-    group: int
-    positions: list[int]
-    slot: int
-    staged: list[torch.Tensor]
-    lists: list[list[torch.Tensor]] = field(default_factory=list)
+    weights: Tensors
+    momentum: Tensors
+    results: Tensors
+    staged: Tensors
+
+    def at(self, positions: Sequence[int]) -> Self:
+        """Return the tensors of some of the parameters."""
+        return self._replace(
+            **{key: [tensors[i] for i in positions] for key, tensors in self._asdict().items()}
+        )
 
 
 class _Arrival(NamedTuple):
@@ -136,8 +120,8 @@ class _Arrival(NamedTuple):
 
     group: int
     positions: list[int]
-    weights: list[torch.Tensor]
-    results: list[torch.Tensor]
+    weights: Tensors
+    results: Tensors
 
 
 class MatrixStep:
@@ -154,14 +138,13 @@ class MatrixStep:
         params: By position, the parameters with local rows.
         group_index: Index of the parameter group by position.
         hooks: Called in their order.
-        arena: Memory of results, and of momentum that is staged.
+        staging: Float32 momentum.
 
     Communication: see ``Engine``.
     Memory: while a step runs
 
         - results, 4 bytes an element, unless they overwrite gradients,
-        - 64 MB or the largest parameter, for momentum that is staged in float32; twice that if it
-          is kept in CPU memory,
+        - ``MomentumStaging``, in portions of 64 MB or the largest parameter,
         - messages and stacks, see ``Engine``.
     """
 
@@ -174,8 +157,7 @@ class MatrixStep:
         *,
         rows_elsewhere: bool = False,
     ) -> None:
-        self.engine, self.settings, self._device = engine, settings, device
-        self._rows_elsewhere = rows_elsewhere
+        self.engine, self.settings, self._rows_elsewhere = engine, settings, rows_elsewhere
         self.hooks: list[StepHooks] = []
         handles: list[RowIndex] = engine.handles
         self._num_matrices = Counter(handle.param for handle in handles)
@@ -183,45 +165,29 @@ class MatrixStep:
         self.group_index = [group_index[param] for param in self.params]
         position = {param: i for i, param in enumerate(self.params)}
         self._position = {handle: position[handle.param] for handle in handles}
-        self._shapes = [local_tensor(param).shape for param in self.params]
-        sizes = list(map(math.prod, self._shapes))
-        stages = settings.stages_momentum
-        limit = PORTION_ELEMENTS if stages else math.inf
-        by_group: dict[int, list[tuple[int, int]]] = {}
-        for i, group in enumerate(self.group_index):
-            by_group.setdefault(group, []).append((i, sizes[i]))
-        portions = [(group, c) for group, own in by_group.items() for c in portions_of(own, limit)]
-        num_results = 0 if settings.overwrites_gradients else sum(sizes)
-        largest = max((sum(sizes[i] for i in portion) for _, portion in portions), default=0)
-        self._copy_back = CopyBack(device, to_cpu=settings.offload_momentum)
-        # A portion may be copied back while the next one is advanced.
-        num_slots = self._copy_back.num_slots
-        num_staged = stages * num_slots * largest
-        # torch converts bfloat16 on the device, into memory of its own, where one side is a CPU's.
-        self._is_converted = settings.offload_momentum and settings.momentum_dtype != torch.float32
-        self._copied_bytes = 2 * (num_slots + 1) * largest * self._is_converted
-        self.arena = Arena(4 * (num_results + num_staged), device, "results and momentum")
-        self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
+        shapes = [local_tensor(param).shape for param in self.params]
+        self._sizes = list(map(math.prod, shapes))
+        is_staged = settings.momentum_dtype != torch.float32 or settings.offload_momentum
+        limit = PORTION_ELEMENTS if is_staged else math.inf
+        # Group and positions of parameters that are advanced at once; groups have their order.
         self._portions = [
-            _Portion(
-                group,
-                portion,
-                slot := number % num_slots,
-                self._views(portion, num_results + slot * largest) if stages else [],
-            )
-            for number, (group, portion) in enumerate(portions)
+            (group, portion)
+            for group, positions in groupby(range(len(shapes)), self.group_index.__getitem__)
+            for portion in portions_of(positions, self._sizes, limit)
         ]
-        self.arena.free()
+        self.staging = MomentumStaging(
+            [[shapes[i] for i in portion] for _, portion in self._portions],
+            settings.momentum_dtype,
+            in_cpu_memory=settings.offload_momentum,
+            device=device,
+        )
+        # The input of Newton-Schulz is in the memory of results, or momentum itself.
+        self._is_in_results = settings.nesterov or self.staging.is_needed
+        own_results = [] if settings.overwrites_gradients else shapes
+        self._arena = Arena(4 * sum(map(math.prod, own_results)), device, "results")
+        self._results = tensors_in(self._arena, 0, own_results)
+        self._arena.free()
         self._forget()
-
-    def _views(self, positions: Iterable[int], first: int) -> list[torch.Tensor]:
-        """View the arena as tensors like parameters, from a float32 on."""
-        views = []
-        for i in positions:
-            shape = self._shapes[i]
-            views.append(self.arena.view(4 * first, math.prod(shape), torch.float32).view(shape))
-            first += math.prod(shape)
-        return views
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step; arenas stay until ``step()`` ends or ``release()``.
@@ -232,26 +198,34 @@ class MatrixStep:
         Raises:
             MemoryError: The device has too little memory, with sizes.
         """
-        self._copy_back.wait_for_all()
-        self.arena.allocate()
-        needs = [others.temporaries]
+        self._allocate()
+        temporaries = others.temporaries
         if not self._rows_elsewhere:
-            needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
-        self.engine.reserve(OtherBytes(others.state, max(needs)))
+            portion = max(min(PORTION_ELEMENTS, sum(self._sizes)), *self._sizes, 0)
+            num_copies = max((hook.num_copies for hook in self.hooks), default=0)
+            temporaries = max(temporaries, self.staging.converted_bytes, 4 * portion * num_copies)
+        self.engine.reserve(OtherBytes(others.state, temporaries))
 
     def release(self) -> None:
         """Return the memory of ``reserve()``, if ranks do not step."""
-        self._copy_back.wait_for_all()
-        self.arena.free()
+        self._free()
         self.engine.release()
+
+    def _allocate(self) -> None:
+        self.staging.allocate()
+        self._arena.allocate()
+
+    def _free(self) -> None:
+        self.staging.free()
+        self._arena.free()
 
     @torch.no_grad()
     def step(
         self,
         groups: Sequence[Mapping[str, Any]],
-        weights: Sequence[torch.Tensor],
+        weights: Tensors,
         grads: Sequence[torch.Tensor | None],
-        momentum: Sequence[torch.Tensor],
+        momentum: Tensors,
         overlap_fn: Callable[[], None] | None = None,
     ) -> None:
         """Update weights and momentum; called by all ranks together.
@@ -266,33 +240,31 @@ class MatrixStep:
             momentum: In the dtype and the memory where it is kept, by position.
             overlap_fn: Called once, when the first rows are in transit.
         """
-        self.arena.allocate()
-        results: Any = grads if self._results is None else self._results
+        self._allocate()
+        results: Any = self._results or grads
         self._find_views(weights, momentum, results)
         for hook in self.hooks:
-            hook.begin(grads)
+            hook.on_gradients(weights, grads)
         without_grad = {i for i, grad in enumerate(grads) if grad is None}
         with profiler_range("momentum"):
-            for portion in self._portions:
-                self._advance(portion, groups[portion.group], grads)
-        if self._in_results:
+            for number, (group, _) in enumerate(self._portions):
+                self._advance(number, groups[group], grads)
+        if self._is_in_results:
             # Exchanged all the same, as others may have a gradient; results are dropped.
             for i in without_grad:
                 results[i].copy_(momentum[i])
         if self.hooks:
-            self.wait_for_copies()
-        if self._is_converted:
-            # Newton-Schulz needs the memory in which it was converted.
-            self._copy_back.wait_for_all()
+            self.staging.synchronize()
+        # Newton-Schulz needs the memory in which momentum was converted.
+        self.staging.wait_for_converted()
         for hook in self.hooks:
-            hook.advanced(momentum)
+            hook.on_momentum(weights, momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
             arrivals = self.engine.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
                 with profiler_range("update"):
                     self._update(groups, number, done, without_grad)
-        self._copy_back.wait_for_all()
-        self.arena.free()
+        self._free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self.forget()
 
@@ -301,89 +273,72 @@ class MatrixStep:
         self._forget()
         self.engine.forget()
 
-    def wait_for_copies(self) -> None:
-        """Let the host wait until momentum in CPU memory may be read or written."""
-        self._copy_back.wait_for_all()
-        if self.settings.offload_momentum and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    @property
-    def _in_results(self) -> bool:
-        """Whether the input of Newton-Schulz is in the memory of results."""
-        return self.settings.nesterov or self.settings.stages_momentum
-
     def _forget(self) -> None:
         """Drop the views of the step before."""
-        self._seen: tuple[Sequence[torch.Tensor], ...] = ()  # weights, momentum, results
-        self._addresses: list[list[int]] = []
+        self._seen = _Tensors((), (), (), ())
+        self._addresses: list[list[int]] | None = None
         self._sources: Rows = {}
         self._targets: Rows = {}
+        # Tensors of each portion, which may be joined.
+        self._tensors: list[_Tensors] = []
         # Arrivals have the same order in every step.
         self._arrivals: list[list[_Arrival]] = []
         self._num_missing = [self._num_matrices[param] for param in self.params]
-        for portion in self._portions:
-            portion.lists = []
 
-    def _find_views(self, *now: Sequence[torch.Tensor]) -> None:
+    def _find_views(self, *now: Tensors) -> None:
         """View the rows that are exchanged, anew only where their memory has moved."""
         # Not the tensors: their storage may have been replaced, as by an offload.
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in now]
-        if self._seen and addresses == self._addresses:
-            self._seen = now
+        is_moved = addresses != self._addresses
+        if is_moved:
+            self._forget()
+        weights, momentum, results = now
+        self._seen = _Tensors(weights, momentum, results, momentum)
+        if not is_moved:
             return
-        self._forget()
-        self._seen, self._addresses = now, addresses
-        self._targets = self._rows_of(now[2])
-        self._sources = self._targets if self._in_results else self._rows_of(now[1])
-        for portion in self._portions:
-            lists = [[tensors[i] for i in portion.positions] for tensors in now]
-            lists += [portion.staged] if portion.staged else []
+        self._addresses = addresses
+        self._targets = self._rows_of(results)
+        self._sources = self._targets if self._is_in_results else self._rows_of(momentum)
+        for number, (_, positions) in enumerate(self._portions):
+            tensors = self._seen.at(positions)
+            if self.staging.is_needed:
+                tensors = tensors._replace(staged=self.staging.tensors[number])
             if self.settings.overwrites_gradients:
                 # Elsewhere gradients are in other memory in every step.
-                lists = join_adjacent(*lists)
-            portion.lists = lists if portion.staged else [*lists, []]
+                tensors = _Tensors(*join_adjacent(*tensors))
+            self._tensors.append(tensors)
 
-    def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        return {each: each.of(tensors[i]) for each, i in self._position.items()}
+    def _rows_of(self, tensors: Tensors) -> Rows:
+        return {handle: handle.of(tensors[i]) for handle, i in self._position.items()}
 
     def _advance(
-        self, portion: _Portion, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
+        self, number: int, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
     ) -> None:
         """Decay weights, and average gradients into momentum."""
-        weights, kept, results, staged = portion.lists
+        tensors, settings = self._tensors[number], self.settings
         # Results overwrite gradients: both are the same tensors.
-        grads: Sequence[Any] = results
-        if self._results is not None:
-            grads = [all_grads[i] for i in portion.positions]
+        grads: Any = tensors.results
+        if self._results:
+            grads = [all_grads[i] for i in self._portions[number][1]]
             chosen = [n for n, grad in enumerate(grads) if grad is not None]
             if len(chosen) < len(grads):
-                weights, kept, results, staged, grads = (
-                    [each[n] for n in chosen] if each else []
-                    for each in (weights, kept, results, staged, grads)
-                )
-            narrow = [n for n, grad in enumerate(grads) if grad.dtype != torch.float32]
-            if narrow:
+                tensors, grads = tensors.at(chosen), [grads[n] for n in chosen]
+            if any(grad.dtype != torch.float32 for grad in grads):
                 # bfloat16 gradients are converted in the memory of results.
-                torch._foreach_copy_([results[n] for n in narrow], [grads[n] for n in narrow])
-                for n in narrow:
-                    grads[n] = results[n]
-        if staged:
-            self._copy_back.wait(portion.slot)
-            # Averaged in float32 on the device, and rounded once.
-            torch._foreach_copy_(staged, kept, non_blocking=True)
-        advance_momentum(
-            group,
-            weights,
-            grads,
-            staged or kept,
-            weight_decay_method=self.settings.weight_decay_method,
-            nesterov=self.settings.nesterov,
-            updates=results,
-        )
-        if staged:
-            if not self.settings.nesterov:
-                torch._foreach_copy_(results, staged)
-            self._copy_back.start(portion.slot, kept, staged)
+                torch._foreach_copy_(tensors.results, grads)
+                grads = tensors.results
+        # torch has no foreach function for an empty list.
+        if not grads:
+            return
+        if self.staging.is_needed:
+            self.staging.load(number, tensors.staged, tensors.momentum)
+        decay_before_update(settings.weight_decay_method, tensors.weights, grads, group)
+        updates = tensors.results if settings.nesterov else None
+        advance_momentum(group, grads, tensors.staged, updates)
+        if self.staging.is_needed:
+            if not settings.nesterov:
+                torch._foreach_copy_(tensors.results, tensors.staged)
+            self.staging.store(number, tensors.staged, tensors.momentum)
 
     def _update(
         self,
@@ -395,21 +350,19 @@ class MatrixStep:
         """Update the parameters whose last matrix has arrived, all of a group at once."""
         if number == len(self._arrivals):
             self._arrivals.append(list(self._find_arrivals(done)))
-        for arrival in self._arrivals[number]:
-            weights, _, results = self._seen
-            positions, targets, updates = arrival.positions, arrival.weights, arrival.results
+        for group_index, positions, weights, results in self._arrivals[number]:
+            group = groups[group_index]
             if not without_grad.isdisjoint(positions):
                 positions = [i for i in positions if i not in without_grad]
-                targets, updates = [weights[i] for i in positions], [results[i] for i in positions]
-            if not positions:
-                continue
-            group = groups[arrival.group]
-            for hook in self.hooks:
-                hook.arrived(positions, [results[i] for i in positions])
-            torch._foreach_add_(targets, updates, alpha=-group["lr"])
+                weights, _, results, _ = self._seen.at(positions)
+            for portion in portions_of(positions, self._sizes) if self.hooks else ():
+                own = self._seen.at(portion)
+                for hook in self.hooks:
+                    hook.on_results(group, portion, own.weights, own.results)
+            if positions:
+                torch._foreach_add_(weights, results, alpha=-group["lr"])
 
     def _find_arrivals(self, done: Iterable[Any]) -> Iterator[_Arrival]:
-        weights, _, results = self._seen
         complete: dict[int, list[int]] = {}
         for handle in done:
             i = self._position[handle]
@@ -417,5 +370,5 @@ class MatrixStep:
             if self._num_missing[i] == 0:
                 complete.setdefault(self.group_index[i], []).append(i)
         for group, positions in complete.items():
-            own = [weights[i] for i in positions], [results[i] for i in positions]
-            yield _Arrival(group, positions, *join_adjacent(*own))
+            own = self._seen.at(positions)
+            yield _Arrival(group, positions, *join_adjacent(own.weights, own.results))

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a step: norms that the device sums, and the host reads on request."""
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,32 +14,28 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import gather_objects
-from megatron_muon.runtime.local_rows import StackTask
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.matrix_step import StepHooks
+from megatron_muon.step.elementwise import Tensors
+from megatron_muon.step.hooks import StepHooks
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of a step over the matrices of all ranks.
+    """Metrics of a step over the matrices of all ranks, by parameter group.
 
     Args:
-        gradient_norms: By parameter group, before weight decay.
-        momentum_norms: By parameter group, of the momentum buffers after the step.
-        update_rms: By parameter group, root mean square of the elements of updates, before the
-            learning rate.
-        orthogonality_error: Maximum over ranks of ``|X X^T - I| / sqrt(n)`` for the first matrix
-            that a rank orthogonalizes alone, n its shorter side; 0 if there is none. With the
-            quintic coefficients it is about 0.2, as they do not converge to singular values of 1.
+        gradient_norms: Norms of gradients, before weight decay.
+        momentum_norms: Norms of the momentum buffers after the step.
+        update_rms: Root mean squares of the elements of updates, before weight decay and learning
+            rate.
     """
 
     gradient_norms: tuple[float, ...]
     momentum_norms: tuple[float, ...]
     update_rms: tuple[float, ...]
-    orthogonality_error: float
 
 
 class MetricSums(StepHooks):
-    """Sums of squares of this rank, by parameter group.
+    """Norms of this rank's tensors in the last step.
 
     Args:
         parameters: By position; rows that several ranks hold count once.
@@ -46,40 +43,32 @@ class MetricSums(StepHooks):
     """
 
     def __init__(self, parameters: Sequence[PlannedParameter], group_index: Sequence[int]) -> None:
-        self._share = [1.0 / _num_replicas(each.view) for each in parameters]
-        # The sample in float32, its Gram matrix, and the square of that.
-        sizes = (math.prod(each.view.shape[-2:]) for each in parameters)
-        self.num_bytes = 12 * max(sizes, default=0)
-        self._group_index = list(group_index)
-        self._sizes = [local_tensor(each.param).numel() for each in parameters]
-        # Positions and norms of their tensors by kind, which the host reads on request.
-        self._norms: dict[str, list[tuple[Sequence[int], torch.Tensor]]] = {}
-        self._errors: list[torch.Tensor] = []
+        self._weights = [1.0 / _num_replicas(parameter.view) for parameter in parameters]
+        self._sizes = [local_tensor(parameter.param).numel() for parameter in parameters]
+        self._group_index = group_index
+        # Name of a sum, positions, and norms of their tensors.
+        self._norms: list[tuple[str, Sequence[int], torch.Tensor]] = []
 
-    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def on_gradients(self, weights: Tensors, grads: Sequence[torch.Tensor | None]) -> None:
         """Begin a step."""
-        self._norms = {"gradient": [], "momentum": [], "update": []}
-        self._errors.clear()
-        held = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-        self._add("gradient", [i for i, _ in held], [grad for _, grad in held])
+        self._norms.clear()
+        held = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        self._add("gradients", list(held), list(held.values()))
 
-    def watch(self, task: StackTask) -> None:
-        """Take the first matrix that this rank orthogonalizes alone as the sample."""
-        if not self._errors and len(task.owners) == 1:
-            self._errors.append(_orthogonality_error(task.tensor[0]))
-
-    def advanced(self, momentum: Sequence[torch.Tensor]) -> None:
-        """Add the squares of momentum."""
+    def on_momentum(self, weights: Tensors, momentum: Tensors) -> None:
+        """Add the norms of momentum."""
         self._add("momentum", range(len(momentum)), momentum)
 
-    def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
-        """Add the squares of updates."""
-        self._add("update", positions, results)
+    def on_results(
+        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+    ) -> None:
+        """Add the norms of updates."""
+        self._add("updates", positions, results)
 
-    def _add(self, kind: str, positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def _add(self, name: str, positions: Sequence[int], tensors: Tensors) -> None:
         if tensors:
-            norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
-            self._norms[kind].append((positions, torch.stack(norms)))
+            norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+            self._norms.append((name, positions, norms))
 
     def metrics(self, group: dist.ProcessGroup | None, num_groups: int) -> StepMetrics:
         """Return the metrics of all ranks; see ``MuonStep.last_metrics()``.
@@ -88,40 +77,24 @@ class MetricSums(StepHooks):
             group: Ranks that step together; None for all of the job.
             num_groups: Number of parameter groups of this rank.
         """
-        # Squares, and elements of updates, by group and kind.
-        sums: defaultdict[tuple[int, str], float] = defaultdict(float)
-        for kind, entries in self._norms.items():
-            for positions, norms in entries:
-                for i, norm in zip(positions, norms.tolist(), strict=True):
-                    sums[self._group_index[i], kind] += self._share[i] * norm**2
-                    if kind == "update":
-                        sums[self._group_index[i], "elements"] += self._share[i] * self._sizes[i]
-        error = max(map(float, self._errors), default=0.0)
-        gathered = gather_objects((num_groups, dict(sums), error), group)
-        total: defaultdict[tuple[int, str], float] = defaultdict(float)
-        for _, rank_sums, _ in gathered:
-            for key, value in rank_sums.items():
-                total[key] += value
+        sums: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for name, positions, norms in self._norms:
+            for i, norm in zip(positions, norms.tolist(), strict=True):
+                index = self._group_index[i]
+                sums[name, index] += self._weights[i] * norm**2
+                if name == "updates":
+                    sums["elements", index] += self._weights[i] * self._sizes[i]
         # Ranks may have other groups, as pipeline stages do.
-        numbers = range(max(num for num, _, _ in gathered))
+        gathered = gather_objects((num_groups, sums), group)
+        by_group = range(max(num for num, _ in gathered))
+        total: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for key, value in itertools.chain(*(rank_sums.items() for _, rank_sums in gathered)):
+            total[key] += value
         return StepMetrics(
-            tuple(math.sqrt(total[number, "gradient"]) for number in numbers),
-            tuple(math.sqrt(total[number, "momentum"]) for number in numbers),
-            tuple(
-                math.sqrt(total[number, "update"] / (total[number, "elements"] or 1))
-                for number in numbers
-            ),
-            max(error for _, _, error in gathered),
+            tuple(math.sqrt(total["gradients", i]) for i in by_group),
+            tuple(math.sqrt(total["momentum", i]) for i in by_group),
+            tuple(math.sqrt(total["updates", i] / (total["elements", i] or 1)) for i in by_group),
         )
-
-
-def _orthogonality_error(matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``|X X^T - I| / sqrt(n)`` of a matrix, n its shorter side, on its device."""
-    x = matrix.float()
-    x = x if x.shape[0] <= x.shape[1] else x.mT
-    gram = x @ x.mT
-    gram.diagonal().sub_(1.0)
-    return gram.norm() / math.sqrt(len(gram))
 
 
 def _num_replicas(view: torch.Tensor) -> int:

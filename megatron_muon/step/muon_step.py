@@ -26,6 +26,7 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.arena import NOTHING, OtherBytes, is_out_of_memory
 from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
 from megatron_muon.runtime.tensors import are_same, local_tensor, sharding_of
+from megatron_muon.step.hooks import CautiousDecay
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.plan_inputs import find_plan_inputs
@@ -55,13 +56,12 @@ class MuonSettings:
 
     def entries(self) -> list[str]:
         """Return all settings as text."""
-        orthogonalize, step = self.newton_schulz, self.step
+        orthogonalize = self.newton_schulz
         return [
             str(self.exchange),
             f"{orthogonalize.steps} steps of {orthogonalize.coefficient_type} coefficients, "
-            f"precision {step.fp32_matmul_prec}, function {orthogonalize.function is not None}",
-            f"nesterov {step.nesterov}, {step.weight_decay_method} weight decay, momentum in "
-            f"{step.momentum_dtype}, offloaded {step.offload_momentum}",
+            f"function {orthogonalize.function is not None}",
+            str(self.step),
             f"scale {self.description}",
         ]
 
@@ -101,7 +101,7 @@ class MuonStep:
         ``MatrixStep``.
     """
 
-    _sums: MetricSums | None = None
+    _metrics: MetricSums | None = None
 
     def __init__(
         self,
@@ -143,10 +143,9 @@ class MuonStep:
             )
         if settings.exchange.log_plan:
             _log_plans(self.engine.plans)
-        self._named = {each.param: each for each in parameters}
+        self._planned = {parameter.param: parameter for parameter in parameters}
         self._params = self._all_params()
-        self._shards = [local_tensor(param) for param in self._params]
-        self._shapes = [shard.shape for shard in self._shards]
+        self._shapes = [local_tensor(param).shape for param in self._params]
         # A rank may find too little memory.
         on_all_ranks(lambda: self._build(rows_device or device), settings.exchange, device)
 
@@ -156,40 +155,37 @@ class MuonStep:
         For every parameter on every rank, empty shards included: ranks that hold different sets of
         state hang Megatron-FSDP's save, and checkpoints need no step to make state.
         """
-        groups = [(each, group) for each in self.optimizers for group in each.param_groups]
-        optimizer_of = {param: each for each, group in groups for param in group["params"]}
         self._matrix_step = MatrixStep(
-            {param: i for i, (_, group) in enumerate(groups) for param in group["params"]},
+            {param: i for i, group in enumerate(self._groups()) for param in group["params"]},
             self.engine,
             self._step,
             rows_device,
             rows_elsewhere=rows_device != self.device,
         )
-        self._main_params = MainParams(self._params, self._matrix_step.arena)
-        # Optimizer and parameter by position of the step.
-        self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
-        self._hooks = self._moments.attach(self._matrix_step, self.plan_inputs, self._state_of)
-        self._matrix_step.hooks = list(self._hooks)
-        for optimizer, group in groups:
-            optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
-        self.complete_state(self.state())
+        self._main_params = MainParams(self._params)
+        self._optimizer_of: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                self._optimizer_of.update(dict.fromkeys(group["params"], optimizer))
+                optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
+        self._moment_hooks = self._moments.attach(
+            self._matrix_step,
+            self.plan_inputs,
+            lambda param: self._optimizer_of[param].state[param],
+        )
+        self.record_metrics(is_on=False)
+        self.complete_state(self._states())
         self.removed: set[torch.Tensor] = set()
-        # Optimizer, parameter and shards of its state; and the tensors of before, if they exist.
-        self._stored = [
-            (optimizer_of[param], param, self._shards_of(optimizer_of[param].state[param]))
-            for param in self._params
-        ]
+        # By parameter, shards of its state; and the tensors of before, if they exist.
+        self._stored = {param: self._shards_of(state) for param, state in self._states().items()}
         self._followed: list[Any] = []
 
-    def _state_of(self, position: int) -> Mapping[str, Any]:
-        optimizer, param = self._held[position]
-        return optimizer.state[param]
-
-    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the state by parameter, of all optimizers."""
-        if len(self.optimizers) == 1:
-            return self.optimizers[0].state
-        return {param: each.state[param] for each in self.optimizers for param in each.state}
+    def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the state of all optimizers by parameter, which users and loading replace."""
+        return {
+            param: optimizer.state.setdefault(param, {})
+            for param, optimizer in self._optimizer_of.items()
+        }
 
     def complete_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Add what is missing to a state that was created or loaded, in the dtypes of this run."""
@@ -199,8 +195,7 @@ class MuonStep:
                 values["momentum_buffer"] = torch.zeros_like(param.detach())
         self._main_params.create(own)
         self._moments.create(own)
-        dtype, in_cpu_memory = self._step.momentum_dtype, self._step.offload_momentum
-        place_momentum(own, dtype, in_cpu_memory=in_cpu_memory)
+        place_momentum(own, self._step.momentum_dtype, in_cpu_memory=self._step.offload_momentum)
 
     def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Describe the shards of a state by name."""
@@ -216,21 +211,17 @@ class MuonStep:
 
         Users own the state: they empty it between phases of a training, or replace its tensors.
         """
-        states = [optimizer.state.setdefault(param, {}) for optimizer, param, _ in self._stored]
-        places = [
-            (state, key)
-            for state, (*_, shards) in zip(states, self._stored, strict=True)
-            for key in shards
-        ]
+        states = self._states()
+        places = [(states[param], key) for param, shards in self._stored.items() for key in shards]
         if are_same(self._followed, [state.get(key) for state, key in places]):
             return []
         problems, removed = [], set()
-        for state, (_, param, shards) in zip(states, self._stored, strict=True):
-            actual = self._shards_of(state)
+        for param, shards in self._stored.items():
+            actual = self._shards_of(states[param])
             if not shards.keys() <= actual.keys():
                 removed.add(param)
             problems += [
-                f"{self._named[param].name}: expected {key} of {shards[key]}, got {actual[key]}. "
+                f"{self._planned[param].name}: expected {key} of {shards[key]}, got {actual[key]}. "
                 "Put a tensor like the parameter there, or remove it"
                 for key in shards.keys() & actual.keys()
                 if shards[key] != actual[key]
@@ -241,13 +232,13 @@ class MuonStep:
         if removed:
             # Views of what was removed would keep its memory.
             self._matrix_step.forget()
-        self.complete_state(self.state())
+        self.complete_state(states)
         self._followed = [weakref.ref(state[key]) for state, key in places]
         return []
 
     def publish_moments(self) -> None:
         """Copy second moments into the optimizer state, before a save."""
-        self._moments.publish(self.state())
+        self._moments.publish(self._states())
 
     def collect_moments(self) -> None:
         """Read a state that was loaded in place; called by all ranks together.
@@ -255,18 +246,22 @@ class MuonStep:
         Communication: with normuon under Megatron one all-reduce a plan, of 4 bytes a row or column
             of a block.
         """
-        self._moments.collect(self.state())
+        self._moments.collect(self._states())
+
+    def refresh_main_params(self) -> None:
+        """Let the next step read bfloat16 parameters that were changed outside of a step."""
+        self._main_params.are_stale = True
 
     def record_metrics(self, is_on: bool = True) -> None:
         """Record metrics of every step for ``last_metrics()``, by a pass over its tensors."""
         step = self._matrix_step
-        if not is_on:
-            self._sums, step.hooks = None, list(self._hooks)
-            self.engine.watch(None)
-            return
-        self._sums = MetricSums([self._named[p] for p in step.params], step.group_index)
-        step.hooks = [*self._hooks, self._sums]
-        self.engine.watch(self._sums.watch)
+        step.hooks, self._metrics = list(self._moment_hooks), None
+        if is_on:
+            self._metrics = MetricSums([self._planned[p] for p in step.params], step.group_index)
+            step.hooks.append(self._metrics)
+        # Last: metrics of updates are without decay.
+        if self._step.weight_decay_method == "cautious":
+            step.hooks.append(CautiousDecay())
 
     def last_metrics(self) -> StepMetrics:
         """Return the metrics of the last step; called by all ranks that step together.
@@ -276,12 +271,11 @@ class MuonStep:
 
         Communication: a gather of objects. The host waits for the device.
         """
-        if self._sums is None:
+        if self._metrics is None:
             raise RuntimeError(
                 "last_metrics: expected record_metrics() before the step, got none. Call it first."
             )
-        num_groups = sum(len(each.param_groups) for each in self.optimizers)
-        return self._sums.metrics(self.group, num_groups)
+        return self._metrics.metrics(self.group, len(self._groups()))
 
     def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
         """Reserve the memory of a step, before ranks agree to step.
@@ -297,7 +291,7 @@ class MuonStep:
             problems += self.follow_state()
             self._matrix_step.reserve(others)
             if self._main_params.params and not problems:
-                self._main_params.compare(self.state())
+                self._main_params.refresh(self._states())
         # Any error: other ranks wait for this one.
         except Exception as error:
             if not is_out_of_memory(error):
@@ -305,9 +299,12 @@ class MuonStep:
             problems.append(first_line(error))
         return problems
 
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups; loading replaces them, and schedules change values."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def _all_params(self) -> list[Any]:
-        groups = (group for each in self.optimizers for group in each.param_groups)
-        return [param for group in groups for param in group["params"]]
+        return [param for group in self._groups() for param in group["params"]]
 
     def _changes(self) -> list[str]:
         """List changes of the parameters since construction, as sentences."""
@@ -318,18 +315,13 @@ class MuonStep:
                 f"{len(now)}, or others. Build a new optimizer"
             ]
         # As local_tensor(), without a call for every parameter of the model in every step.
-        shards = [getattr(param, "_local_tensor", param) for param in now]
-        if all(map(operator.is_, shards, self._shards)):
-            return []
-        problems = [
-            f"{self._named[param].name}: expected a local shard of shape {tuple(shape)}, got "
-            f"{tuple(shard.shape)}. Build a new optimizer after the model was sharded again"
-            for param, shard, shape in zip(now, shards, self._shapes, strict=True)
-            if shard.shape != shape
+        shapes = [getattr(param, "_local_tensor", param).shape for param in now]
+        return [
+            f"{self._planned[param].name}: expected a local shard of shape {tuple(expected)}, got "
+            f"{tuple(shape)}. Build a new optimizer after the model was sharded again"
+            for param, shape, expected in zip(now, shapes, self._shapes, strict=True)
+            if shape != expected
         ]
-        if not problems:
-            self._shards = shards
-        return problems
 
     def release(self) -> None:
         """Return the memory of ``reserve()``, if ranks do not step."""
@@ -351,31 +343,24 @@ class MuonStep:
         """
         params = self._matrix_step.params
         self.removed.clear()
-        # Read in every step: loading replaces them, and schedulers change learning rates.
-        states = [optimizer.state[param] for optimizer, param in self._held]
-        weights: Sequence[torch.Tensor] = params
-        if self._main_params.params:
-            self._main_params.follow(self.state())
-            weights = [s.get(MAIN_PARAM, p) for s, p in zip(states, params, strict=True)]
-        if self._moments.method is not None:
-            self._moments.follow(self.state())
+        states = self._states()
+        self._moments.follow(states)
         try:
             with self._moments.kept(without):
                 self._matrix_step.step(
-                    [group for each in self.optimizers for group in each.param_groups],
-                    [local_tensor(weight) for weight in weights],
+                    self._groups(),
+                    [local_tensor(states[param].get(MAIN_PARAM, param)) for param in params],
                     [
                         None if param.grad is None or param in without else local_tensor(param.grad)
                         for param in params
                     ],
-                    [local_tensor(state["momentum_buffer"]) for state in states],
+                    [local_tensor(states[param]["momentum_buffer"]) for param in params],
                     overlap_fn,
                 )
         finally:
             # After an error too: the state may be read, or loaded, next.
-            self._matrix_step.wait_for_copies()
-        if self._main_params.params:
-            self._main_params.install(self.state())
+            self._matrix_step.staging.synchronize()
+        self._main_params.install(states)
 
 
 def _log_plans(plans: Sequence[ExchangePlan]) -> None:

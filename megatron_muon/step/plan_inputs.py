@@ -3,6 +3,7 @@
 """Parameters by plan: one plan per domain and set of replicas."""
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -111,8 +112,14 @@ def find_plan_inputs(
     )
     facts = gather_objects(mine)
     # Before any collective of a plan: a rank that lacks it would never join.
-    problems = [text for key in by_key if (text := _problem(key, by_key[key][0].name, facts))]
-    raise_where_any_rank_fails(problems, None, device, _ADVICE)
+    errors = [
+        f"{planned[0].name}: expected a parameter of its mesh and placements on all "
+        f"{len(key.ranks)} ranks of its mesh, {key.ranks[0]} to {key.ranks[-1]}, got none on ranks "
+        f"{lacking[:8]}"
+        for key, planned in by_key.items()
+        if (lacking := [rank for rank in key.ranks if hash(key) not in facts[rank].keys])
+    ]
+    raise_where_any_rank_fails(errors, None, device, _ADVICE)
     # Ranks without parameters have nothing to step, and nothing to agree on.
     stepping = tuple(rank for rank, fact in enumerate(facts) if fact.has_any)
     groups = _groups(by_key, stepping, known, facts)
@@ -121,34 +128,16 @@ def find_plan_inputs(
     # Ranks that share several plans make their collectives in this order. Small domains come first:
     # matrices of large ones fill idle ranks.
     plans = sorted(by_key.items(), key=lambda item: (len(item[0].ranks), item[0]))
-    inputs, problems = [], []
+    inputs = []
     for key, planned in plans:
         try:
             inputs.append(_plan_input(key, planned, groups, nodes))
         # Boxes that do not tile a matrix. Raised here, other ranks would wait.
         except ValueError as error:
-            problems.append(str(error))
-    raise_where_any_rank_fails(problems, None, device, _ADVICE)
+            errors.append(str(error))
+    raise_where_any_rank_fails(errors, None, device, _ADVICE)
     max_num_plans = max(len(fact.keys) for fact in facts)
     return PlanInputs(inputs, [planned for _, planned in plans], max_num_plans, group)
-
-
-def _problem(key: _Key, name: str, facts: Sequence[_Facts]) -> str | None:
-    """Describe the ranks that lack a plan, in a sentence, or return None.
-
-    Args:
-        key: Key of the plan.
-        name: Its first parameter.
-        facts: Facts of all ranks.
-    """
-    hashed = hash(key)
-    lacking = [rank for rank in key.ranks if hashed not in facts[rank].keys]
-    return (
-        f"{name}: expected a parameter of its mesh and placements on all {len(key.ranks)} ranks of "
-        f"its mesh, {key.ranks[0]} to {key.ranks[-1]}, got none on ranks {lacking[:8]}"
-        if lacking
-        else None
-    )
 
 
 def _key(param: torch.Tensor) -> _Key:
@@ -192,10 +181,8 @@ def _known_groups(
     if not dist.is_initialized():
         return []
     meshes = {p.view.device_mesh: None for p in parameters if isinstance(p.view, DTensor)}
-    mesh_groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    world = dist.group.WORLD
-    assert world is not None
-    return [world, *known_groups, *mesh_groups]
+    mesh_groups = itertools.chain(*(mesh.get_all_groups() for mesh in meshes))
+    return [dist.group.WORLD, *known_groups, *mesh_groups]  # type: ignore[list-item]
 
 
 def _groups(

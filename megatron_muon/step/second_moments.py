@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Second moments in the state of an optimizer, and their part of a step.
 
-NorMuon and NAMO themselves are in ``megatron_muon.newton_schulz.settings``; AdaMuon, which is
-elementwise, is here.
+NorMuon and NAMO themselves are in ``megatron_muon.newton_schulz.settings``, AdaMuon, which is
+elementwise, in ``hooks``.
 """
 
 import itertools
@@ -20,7 +20,9 @@ from megatron_muon.rows.parameters import PlannedParameter, cutting_axes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.tensors import as_shard, local_tensor
-from megatron_muon.step.matrix_step import PORTION_ELEMENTS, MatrixStep, StepHooks, portions_of
+from megatron_muon.step.elementwise import Tensors
+from megatron_muon.step.hooks import AdaMuon, StepHooks
+from megatron_muon.step.matrix_step import MatrixStep
 from megatron_muon.step.plan_inputs import PlanInputs
 
 METHODS = ("adamuon", "normuon", "namo")
@@ -73,12 +75,10 @@ class SecondMoments:
     def __init__(
         self, method: str | StackMethod | None, beta2: float, eps: float, scale: Scale
     ) -> None:
-        self.method = None if isinstance(method, str) else method
-        if method == "normuon":
-            self.method = NorMuon(beta2, eps)
-        if method == "namo":
-            self.method = Namo(beta2, eps)
         self.is_elementwise = method == "adamuon"
+        self.method = None if isinstance(method, str) else method
+        if method in ("normuon", "namo"):
+            self.method = (NorMuon if method == "normuon" else Namo)(beta2, eps)
         self.description = f"{method if isinstance(method, str) else type(method)} {beta2} {eps}"
         self._settings, self._scale = (beta2, eps), scale
         # Values of its plan, and index of its first matrix, by parameter.
@@ -90,49 +90,50 @@ class SecondMoments:
         self,
         step: MatrixStep,
         plan_inputs: PlanInputs,
-        state_of: Callable[[int], Mapping[str, Any]],
+        state_of: Callable[[torch.Tensor], Mapping[str, Any]],
     ) -> list[StepHooks]:
         """Find the values of parameters among the values of plans.
 
         Args:
             step: The step.
             plan_inputs: Plans of this rank, and their parameters.
-            state_of: Returns the state by position; loading replaces it.
+            state_of: Returns the state of a parameter; loading replaces it.
 
         Returns:
             Additions to the step.
         """
-        engine = step.engine
         # Without a method plans have no values.
         for plan_input, parameters, moments in zip(
-            plan_inputs.inputs, plan_inputs.parameters, engine.moments, strict=False
+            plan_inputs.inputs, plan_inputs.parameters, step.engine.moments, strict=False
         ):
             counts, first = Counter(plan_input.params), 0
-            for each in parameters:
-                self._places[each.param] = moments, first
-                values = moments.values[slice(*moments.range_of(first, counts[each.param]))]
-                self._views[each.param] = _sharded(each.view, values, len(plan_input.domain.ranks))
-                self._stored[each.param] = self._stored_views(each.param)
-                first += counts[each.param]
+            for parameter in parameters:
+                param, num = parameter.param, counts[parameter.param]
+                self._places[param] = moments, first
+                values = moments.values[slice(*moments.range_of(first, num))]
+                self._views[param] = _sharded(parameter.view, values, len(plan_input.domain.ranks))
+                self._stored[param] = self._stored_views(param)
+                first += num
         if isinstance(self.method, Namo):
-            return [GradientNorms(step.params, engine)]
+            return [GradientNorms(step.params, step.engine)]
         if not self.is_elementwise:
             return []
-        planned = {each.param: each for each in itertools.chain(*plan_inputs.parameters)}
-        factors = [self._scale(*self._scaled_shape(planned[param])) for param in step.params]
+        factors = {
+            parameter.param: self._scale(*self._scaled_shape(parameter))
+            for parameter in itertools.chain(*plan_inputs.parameters)
+        }
         return [
             AdaMuon(
-                step.params,
-                lambda position: local_tensor(state_of(position)[MOMENT2_BUFFER]),
-                factors,
+                lambda position: local_tensor(state_of(step.params[position])[MOMENT2_BUFFER]),
+                [factors[param] for param in step.params],
                 *self._settings,
             )
         ]
 
-    def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
+    def _scaled_shape(self, parameter: PlannedParameter) -> Sequence[int]:
         """Return outputs and inputs by which results of a parameter are scaled."""
-        shape = each.view.shape[-2:]
-        return shape[::-1] if each.is_transposed else shape
+        shape = parameter.view.shape[-2:]
+        return shape[::-1] if parameter.is_transposed else shape
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add missing tensors to a state that was created or loaded."""
@@ -206,7 +207,7 @@ class GradientNorms(StepHooks):
     def __init__(self, params: Sequence[torch.Tensor], engine: Engine) -> None:
         self._params, self._engine = list(params), engine
 
-    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def on_gradients(self, weights: Tensors, grads: Sequence[torch.Tensor | None]) -> None:
         """Sum squares, before gradients are overwritten."""
         by_param = dict(zip(self._params, grads, strict=True))
         for param, grad in by_param.items():
@@ -217,47 +218,3 @@ class GradientNorms(StepHooks):
         self._engine.see_gradients(
             {rows: rows.of(by_param[rows.param]) for rows in self._engine.handles}
         )
-
-
-class AdaMuon(StepHooks):
-    """Divide results by the root of a second moment for each element, and scale them.
-
-    Method: AdaMuon (https://arxiv.org/abs/2507.11005).
-
-    Args:
-        params: By position, the parameters with local rows.
-        moments: Returns the second moment by position, float32 like its weight.
-        factors: By position, factors of a result, multiplied one after the other.
-        beta2: Decay rate of the second moment.
-        eps: Keeps the divisor from zero.
-
-    Memory: 64 MB or the largest parameter in float32, while results are divided.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        moments: Callable[[int], torch.Tensor],
-        factors: Sequence[tuple[float, float]],
-        beta2: float,
-        eps: float,
-    ) -> None:
-        self._moments, self._factors = moments, list(factors)
-        self._beta2, self._eps = beta2, eps
-        sizes = [local_tensor(param).numel() for param in params]
-        self.num_bytes = 4 * max(min(PORTION_ELEMENTS, sum(sizes)), *sizes, 0)
-
-    def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
-        """Divide results by the root of their second moment, and scale them."""
-        sizes = enumerate(map(torch.numel, results))
-        for portion in portions_of(sizes, PORTION_ELEMENTS):
-            own = [results[n] for n in portion]
-            moments = [self._moments(positions[n]) for n in portion]
-            roots = list(torch._foreach_mul(own, own))
-            torch._foreach_lerp_(moments, roots, 1 - self._beta2)
-            torch._foreach_copy_(roots, moments)
-            torch._foreach_sqrt_(roots)
-            torch._foreach_add_(roots, self._eps)
-            torch._foreach_div_(own, roots)
-            for factors in zip(*(self._factors[positions[n]] for n in portion), strict=True):
-                torch._foreach_mul_(own, list(factors))

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dtype and device of momentum between steps, and float32 copies of bfloat16 parameters.
 
-Momentum in CPU memory is copied to the device in portions of a step, into staging memory. Without a
-float32 copy, rounding a bfloat16 parameter would lose most of each update.
+Without a float32 copy, rounding a bfloat16 parameter would lose most of each update.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.step.elementwise import Tensors
 
 MAIN_PARAM = "main_param"
 
@@ -58,38 +59,81 @@ def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
     return DTensor(memory, tensor._spec, requires_grad=False)
 
 
-class CopyBack:
-    """Copies of new momentum from staging memory to the memory where it is kept.
+def tensors_in(arena: Arena, offset: int, shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
+    """View consecutive float32 tensors in an arena, from a byte on."""
+    sizes = list(map(math.prod, shapes))
+    parts = arena.view(offset, sum(sizes), torch.float32).split(sizes)
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
-    Into CPU memory they run on a stream of their own: beside the copy of the next portion to the
-    device, which a link can do at the same time, and the last ones beside the exchange.
+
+class MomentumStaging:
+    """Float32 memory of the device for momentum that is kept in bfloat16 or in CPU memory.
+
+    A step loads, averages and stores it in portions. Copies into CPU memory run on a stream of
+    their own: beside the load of the next portion, which a link can do at the same time, and the
+    last ones beside the exchange. Therefore portions use two slots in turn.
 
     Args:
-        device: Of the staging memory.
-        to_cpu: Whether momentum is kept in CPU memory.
+        portions: Shapes of tensors by portion.
+        dtype: Dtype in which momentum is kept.
+        in_cpu_memory: Whether it is kept in CPU memory.
+        device: Device of the float32 memory.
 
     Attributes:
-        num_slots: Slots of staging memory, which portions use in turn.
+        is_needed: Whether momentum is kept otherwise than as float32 on the device.
+        tensors: Float32 tensors by portion; none if they are not needed.
+        converted_bytes: Memory that torch allocates to convert momentum, which only a device does.
 
-    Memory: for bfloat16 momentum in CPU memory 2 bytes an element of each portion in flight.
+    Memory: while a step runs, the float32 elements of the largest portion, by slot.
     """
 
-    def __init__(self, device: torch.device, *, to_cpu: bool) -> None:
-        is_beside = to_cpu and device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if is_beside else None
-        self.num_slots = 2 if is_beside else 1
-        self._device = device
-        # By slot of staging memory, the end of its last copy, and memory that it reads.
-        self._in_flight: dict[int, tuple[torch.cuda.Event, list[torch.Tensor]]] = {}
+    def __init__(
+        self,
+        portions: Sequence[Sequence[torch.Size]],
+        dtype: torch.dtype,
+        *,
+        in_cpu_memory: bool,
+        device: torch.device,
+    ) -> None:
+        self.is_needed = dtype != torch.float32 or in_cpu_memory
+        self._in_cpu_memory, self._device = in_cpu_memory, device
+        has_stream = in_cpu_memory and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if has_stream else None
+        self._num_slots = 2 if has_stream else 1
+        largest = max((sum(map(math.prod, shapes)) for shapes in portions), default=0)
+        is_converted = in_cpu_memory and dtype != torch.float32
+        self.converted_bytes = 2 * (self._num_slots + 1) * largest * is_converted
+        num_bytes = 4 * largest
+        self._arena = Arena(num_bytes * self._num_slots * self.is_needed, device, "momentum")
+        self.tensors = [
+            tensors_in(self._arena, number % self._num_slots * num_bytes, shapes)
+            for number, shapes in enumerate(portions if self.is_needed else ())
+        ]
+        self._arena.free()
+        # By slot, the end of its last copy, and the memory that the copy reads.
+        self._in_flight: dict[int, tuple[torch.cuda.Event, Tensors]] = {}
 
-    def start(self, slot: int, kept: list[torch.Tensor], staged: list[torch.Tensor]) -> None:
-        """Copy, rounded to the dtype of the kept momentum.
+    def allocate(self) -> None:
+        """Allocate the memory, which stays until ``free()``.
 
-        Args:
-            slot: Slot of the staging memory.
-            kept: Momentum where it is kept.
-            staged: Same shapes, float32.
+        Raises:
+            MemoryError: The device has too little memory, with sizes.
         """
+        self.wait()
+        self._arena.allocate()
+
+    def free(self) -> None:
+        """Return the memory after the last copy."""
+        self.wait()
+        self._arena.free()
+
+    def load(self, number: int, staged: Tensors, kept: Tensors) -> None:
+        """Copy kept momentum of a portion into its slot."""
+        self._wait_for_slot(number % self._num_slots)
+        torch._foreach_copy_(staged, kept, non_blocking=True)
+
+    def store(self, number: int, staged: Tensors, kept: Tensors) -> None:
+        """Copy new momentum of a portion back, rounded once."""
         if self._stream is None:
             torch._foreach_copy_(kept, staged, non_blocking=True)
             return
@@ -98,93 +142,77 @@ class CopyBack:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(kept, sources, non_blocking=True)
-            self._in_flight[slot] = self._stream.record_event(), sources
+            self._in_flight[number % self._num_slots] = self._stream.record_event(), sources
 
-    def wait(self, slot: int) -> None:
-        """Let the current stream wait until a slot of staging memory may be overwritten."""
+    def wait_for_converted(self) -> None:
+        """Let the current stream wait for the memory of conversions, which others need next."""
+        if self.converted_bytes:
+            self.wait()
+
+    def wait(self) -> None:
+        """Let the current stream wait for all copies."""
+        for slot in tuple(self._in_flight):
+            self._wait_for_slot(slot)
+
+    def _wait_for_slot(self, slot: int) -> None:
         if slot in self._in_flight:
             end, _ = self._in_flight.pop(slot)
             torch.cuda.current_stream(self._device).wait_event(end)
 
-    def wait_for_all(self) -> None:
-        """Let the current stream wait for all copies."""
-        for slot in tuple(self._in_flight):
-            self.wait(slot)
+    def synchronize(self) -> None:
+        """Let the host wait until momentum in CPU memory may be read or written."""
+        self.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 class MainParams:
     """Float32 copies of bfloat16 parameters, in the state of an optimizer.
 
-    A parameter equals its rounded copy unless it was modified outside of a step, as by loading
-    weights. Version counters do not detect that: ``dcp.load``, ``.data``, ``torch._foreach_mul_``
-    of DTensors and collectives do not increment them, neither of a DTensor nor of its local tensor.
-    So every step compares all elements, in a few launches.
+    A step updates the copies, and rounds them into the parameters. Parameters that were changed
+    outside of a step, as by loading weights, are read where a copy is stale: version counters do
+    not detect a change (``dcp.load``, ``.data``, ``torch._foreach_mul_`` of DTensors and
+    collectives do not increment them), and a comparison in every step costs a pass over all
+    weights.
 
     Args:
         params: All parameters; float32 ones need no copy.
-        arena: Memory of a step, 4 bytes a local element of these parameters or more, in which
-            nothing is kept between ``compare()`` and ``follow()``.
 
     Attributes:
         params: Parameters with a copy.
+        are_stale: Whether the next step reads parameters that were changed: after construction, a
+            load, or a user's call.
 
     Memory: 4 bytes per local element of a bfloat16 parameter.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], arena: Arena) -> None:
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.params = [param for param in params if param.dtype != torch.float32]
-        self._arena = arena
-        self._is_changed: torch.Tensor | None = None
-        shards = [local_tensor(param) for param in self.params]
-        arena.allocate()
-        self._all_rounded = arena.view(0, sum(map(torch.numel, shards)), torch.bfloat16)
-        parts = self._all_rounded.split([shard.numel() for shard in shards])
-        self._rounded = [part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)]
-        arena.free()
+        self.are_stale = True
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add the copies that are missing."""
         for param in self.params:
             if MAIN_PARAM not in state[param]:
                 state[param][MAIN_PARAM] = param.detach().float()
+        self.are_stale = True
 
     def _tensors(self, state: Mapping[torch.Tensor, Any]) -> tuple[list[Any], list[Any]]:
         """Return local tensors of parameters and copies."""
         mains = [local_tensor(state[param][MAIN_PARAM]) for param in self.params]
         return [local_tensor(param) for param in self.params], mains
 
-    def compare(self, state: Mapping[torch.Tensor, Any]) -> None:
-        """Find out on the device whether an element has changed, in the arena of the step.
+    def refresh(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Copy the elements of parameters that differ from their rounded copy, if it is stale.
 
-        Called before ranks agree to step: the host is then ahead of the device.
-
-        Raises:
-            MemoryError: The device has too little memory.
+        Called before ranks agree to step, as it allocates memory.
         """
-        params, mains = self._tensors(state)
-        self._arena.allocate()
-        torch._foreach_copy_(self._rounded, mains)
-        # 0 if and only if both are equal: bfloat16 has the difference of its smallest steps.
-        torch._foreach_sub_(self._rounded, params)
-        self._is_changed = self._all_rounded.any()
-
-    def follow(self, state: Mapping[torch.Tensor, Any]) -> None:
-        """Copy elements that were changed since the last step.
-
-        Called after ranks have agreed to step, when the host has waited for the device. Nothing is
-        allocated on a GPU.
-        """
-        if self._is_changed is None:
-            self.compare(state)
-        if self._is_changed.item():  # type: ignore[union-attr]
-            for own, main, difference in zip(*self._tensors(state), self._rounded, strict=True):
-                memory = self._arena.view(self._all_rounded.nbytes, own.numel(), torch.bool)
-                changed = torch.ne(difference, 0, out=memory.view(own.shape))
-                # Sums with -0.0 have the bits of the other term.
-                main.masked_fill_(changed, -0.0)
-                main.add_(difference.copy_(own).masked_fill_(changed.logical_not_(), -0.0))
-        self._is_changed = None
+        if self.are_stale:
+            for own, main in zip(*self._tensors(state), strict=True):
+                main.copy_(torch.where(main.to(own.dtype) == own, main, own))
 
     def install(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Round the copies into the parameters, after a step."""
-        torch._foreach_copy_(*self._tensors(state))
+        if self.params:
+            torch._foreach_copy_(*self._tensors(state))
+        self.are_stale = False

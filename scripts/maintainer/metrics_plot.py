@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 # Distinguishable for color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73")
-PANELS = ("update_rms", "orthogonality_error", "gradient_norms", "momentum_norms")
+PANELS = ("update_rms", "gradient_norms", "momentum_norms")
 WIDTH, HEIGHT, GAP = 320, 130, 44
 
 type Curves = Mapping[str, Sequence[tuple[int, float]]]

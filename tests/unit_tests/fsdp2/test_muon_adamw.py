@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
 )
 
 from megatron_muon.fsdp2 import MuonAdamW
-from megatron_muon.step import dependencies
 
 NUM_STEPS = 3
 SCHEDULES = {
@@ -91,7 +90,7 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
 
 @pytest.mark.parametrize("elementwise", ["adamw", "lion"])
 def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
-    """Global hooks run once a step, and not for inner optimizers or probes."""
+    """Global hooks run once a step, and not for inner optimizers."""
     model = mixed_model()
     optimizer = MuonAdamW.from_model(model, lr=0.1, elementwise=elementwise)
     before: list[Any] = []
@@ -106,7 +105,6 @@ def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
         register_optimizer_step_pre_hook(lambda stepped, *_: calls.append(("before", stepped))),
         register_optimizer_step_post_hook(after),
     ]
-    dependencies._muon_problems.cache_clear()
     try:
         for step in range(2):
             draw_grads(params, step)

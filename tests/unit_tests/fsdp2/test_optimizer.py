@@ -50,6 +50,7 @@ BF16 = pytest.param(torch.bfloat16, marks=has_grad_dtype)
         {"weight_decay_method": "l2", "weight_decay": 0.3},
         {"weight_decay_method": "l2", "weight_decay": 0.3, "nesterov": True},
         {"weight_decay_method": "palm", "weight_decay": 0.3},
+        {"weight_decay_method": "independent", "weight_decay": 0.3},
         {"num_ns_steps": 3, "coefficient_type": "simple", "scale_mode": "shape_scaling"},
         {"momentum": 0.5, "extra_scale_factor": 0.2},
     ],

@@ -15,6 +15,7 @@ from helpers.fsdp2_models import drawn
 
 from megatron_muon.fsdp2 import Muon
 from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.runtime.arena import Arena
 from megatron_muon.step import matrix_step, stored_state
 
 SHAPES = [(6, 9), (40, 8), (5, 3), (24, 16), (8, 8), (12, 30), (7, 40)]
@@ -57,7 +58,7 @@ class _Streams:
 def _streams_of_a_gpu(is_late: bool) -> Iterator[_Streams]:
     """Let momentum in CPU memory be copied back as on a GPU, where all memory is a CPU's."""
     streams = _Streams(is_late)
-    copy_, build = torch._foreach_copy_, stored_state.CopyBack
+    copy_, build = torch._foreach_copy_, matrix_step.MomentumStaging
     run = Standard.run
 
     def orthogonalize(*args: Any) -> torch.Tensor:
@@ -69,14 +70,22 @@ def _streams_of_a_gpu(is_late: bool) -> Iterator[_Streams]:
         wait_stream=lambda _: None,
         record_event=lambda: streams.num_copies,
         wait_event=streams.wait,
+        synchronize=lambda: None,
     )
-    on_a_gpu = lambda device, **options: build(torch.device("cuda", 0), **options)  # noqa: E731
+
+    def on_a_gpu(*args: Any, device: torch.device, **options: Any) -> Any:
+        return build(*args, device=torch.device("cuda", 0), **options)
+
+    def in_memory_of_the_cpu(num_bytes: int, _: torch.device, purpose: str) -> Arena:
+        return Arena(num_bytes, torch.device("cpu"), purpose)
+
     replaced = [
         (torch.cuda, "Stream", lambda *_: stream),
         (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "stream", streams.other),
         (torch, "_foreach_copy_", lambda *args, **_: streams.run(lambda: copy_(*args))),
-        (matrix_step, "CopyBack", on_a_gpu),
+        (matrix_step, "MomentumStaging", on_a_gpu),
+        (stored_state, "Arena", in_memory_of_the_cpu),
         (Standard, "run", orthogonalize),
         (matrix_step, "PORTION_ELEMENTS", 400),
     ]

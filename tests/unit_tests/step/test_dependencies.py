@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from helpers.device import init_group
 from helpers.fsdp2_models import FSDP2
 from helpers.later_releases import pretend_emerging_optimizers_0_5
@@ -19,52 +19,26 @@ from torch.distributed.tensor import placement_types
 from megatron_muon import enable, is_enabled
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.newton_schulz.settings import coefficients_of
-from megatron_muon.step import dependencies
-from megatron_muon.step.dependencies import dependency_problems
-
-
-@pytest.fixture(autouse=True)
-def compute_anew():
-    """Forget what this process has computed, before and after a test that changes it."""
-    dependencies._muon_problems.cache_clear()
-    yield
-    dependencies._muon_problems.cache_clear()
-
-
-def test_this_environment_has_everything():
-    """This environment has all symbols and results, under any default device."""
-    assert dependency_problems() == []
-    with torch.device("meta"):
-        assert dependency_problems() == []
-
-
-def _without_momentum(self: Any, closure: Any = None) -> None:
-    for group in self.param_groups:
-        for param in group["params"]:
-            param.data.add_(param.grad, alpha=-group["lr"])
+from megatron_muon.step.dependencies import missing_names
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize(
-    ("owner", "name", "value", "expected"),
+    ("owner", "name", "package"),
     [
-        (placement_types, "_StridedShard", None, "got none in torch "),
-        (muon_utils, "newton_schulz_step", None, "got none in emerging-optimizers "),
-        (Muon, "step", _without_momentum, "got another result in emerging-optimizers "),
+        (placement_types, "_StridedShard", "torch "),
+        (muon_utils, "newton_schulz_step", "emerging-optimizers "),
     ],
 )
-def test_what_is_missing_or_other_is_named(owner, name, value, expected, monkeypatch):
-    """A missing symbol or another result is named, and enable() changes nothing."""
-    if value is None:
-        monkeypatch.delattr(owner, name)
-    else:
-        monkeypatch.setattr(owner, name, value)
-    # A step of Muon may need it too.
-    problem = dependency_problems()[0]
-    assert f"{name}: expected it " in problem and expected in problem
+def test_missing_name_is_an_error_with_its_package(owner, name, package, monkeypatch):
+    """``enable()`` raises it too, and changes nothing."""
+    assert missing_names() == []
+    monkeypatch.delattr(owner, name)
+    (error,) = missing_names()
+    assert f"{name}: expected it, got none in {package}" in error
     with pytest.raises(IncompatibleMegatronError, match="nothing was changed") as caught:
         enable()
-    assert problem in str(caught.value) and not is_enabled()
+    assert error in str(caught.value) and not is_enabled()
 
 
 def _import_error(package: str, error: Exception | None) -> list[str]:
@@ -116,27 +90,6 @@ def test_import_names_all_that_is_missing_or_its_cause(package, error, expected)
         assert ("absl-py (pip install absl-py)" in said) == (error is not None)
         assert ("expected its import to work" in said) == (error is not None)
         assert ("got none in" in said) == (error is None)
-
-
-def _build_on_a_torch_without(name: str) -> str:
-    from megatron_muon.fsdp2 import Muon
-
-    torch.distributed.init_process_group("gloo")
-    if torch.distributed.get_rank() == 1:
-        delattr(placement_types, name)
-    try:
-        Muon([torch.nn.Parameter(torch.ones(2, 2))])
-    except RuntimeError as error:
-        return str(error)
-    return "built"
-
-
-@pytest.mark.ranks
-def test_construction_is_refused_on_all_ranks():
-    """Construction is refused on all ranks if one lacks a symbol."""
-    for said in run_ranks(2, _build_on_a_torch_without, "_StridedShard").check().results:
-        assert "rank 1: torch.distributed.tensor.placement_types._StridedShard: expected" in said
-        assert "No optimizer was built." in said
 
 
 def _step_later_release() -> tuple[list[bool], str, int]:

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Additions to a step: functions of gradients, of momentum, and of results before they are applied.
+
+A step calls them in this order, and the hooks of one kind in the order of ``MatrixStep.hooks``:
+second moments, then metrics, then weight decay. So metrics see updates as a method returns them,
+without decay and learning rate.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.step.elementwise import Tensors, add_cautious_decay
+
+
+class StepHooks:
+    """Functions that a step calls; those of this base class do nothing.
+
+    Attributes:
+        num_copies: Tensors like the results that ``on_results()`` allocates, at most.
+    """
+
+    num_copies: int = 0
+
+    def on_gradients(self, weights: Tensors, grads: Sequence[torch.Tensor | None]) -> None:
+        """Read weights and gradients by position, before weight decay."""
+
+    def on_momentum(self, weights: Tensors, momentum: Tensors) -> None:
+        """Read decayed weights and the new momentum by position, before the exchange."""
+
+    def on_results(
+        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+    ) -> None:
+        """Change results, which are multiplied by ``lr`` and subtracted from weights next.
+
+        Args:
+            group: Parameter group.
+            positions: Some parameters of the group.
+            weights: Their weights, float32.
+            results: Their results, float32.
+        """
+
+
+class CautiousDecay(StepHooks):
+    """Decay weights where results have their sign; see ``add_cautious_decay()``."""
+
+    num_copies = 1
+
+    def on_results(
+        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+    ) -> None:
+        """Add decay to results."""
+        add_cautious_decay(results, weights, group["weight_decay"])
+
+
+class AdaMuon(StepHooks):
+    """Divide results by the root of a second moment for each element, and scale them.
+
+    Method: AdaMuon (https://arxiv.org/abs/2507.11005).
+
+    Args:
+        moments: Returns the second moment by position, float32 like its weight.
+        factors: By position, factors of a result, multiplied one after the other.
+        beta2: Decay rate of the second moment.
+        eps: Keeps the divisor from zero.
+    """
+
+    num_copies = 1
+
+    def __init__(
+        self,
+        moments: Callable[[int], torch.Tensor],
+        factors: Sequence[tuple[float, float]],
+        beta2: float,
+        eps: float,
+    ) -> None:
+        self._moments, self._factors = moments, factors
+        self._beta2, self._eps = beta2, eps
+
+    def on_results(
+        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+    ) -> None:
+        """Divide results by the root of their second moment, and scale them."""
+        moments = [self._moments(position) for position in positions]
+        roots = torch._foreach_mul(results, results)
+        torch._foreach_lerp_(moments, roots, 1 - self._beta2)
+        torch._foreach_copy_(roots, moments)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, self._eps)
+        torch._foreach_div_(results, roots)
+        for factors in zip(*(self._factors[position] for position in positions), strict=True):
+            torch._foreach_mul_(results, list(factors))

@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Elementwise additions to a step, beside the same arithmetic on whole matrices in plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
+from emerging_optimizers.utils import fp32_matmul_precision
+from helpers.device import init_group
+from helpers.fsdp2_models import FSDP2, drawn
+from helpers.ranks import run_ranks
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon
+from megatron_muon.step.lion import FSDPLion
+
+LR, DECAY = 0.5, 0.3
+
+
+def _decayed(update: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return an update with the decay of the elements that it shrinks, and of zero updates."""
+    return update.add(torch.where(update * weight >= 0, weight, 0.0), alpha=DECAY)
+
+
+def _step_cautiously(case: str) -> list[bool]:
+    """Step sharded and whole matrices, and compare rows, and the metrics of updates."""
+    init_group()
+    sharded = FSDP2[2][case]()
+    wholes = [each.whole.clone() for each in sharded]
+    momenta = [torch.zeros_like(whole) for whole in wholes]
+    muon = Muon(
+        [each.param for each in sharded],
+        lr=LR,
+        weight_decay=DECAY,
+        weight_decay_method="cautious",
+        nesterov=True,
+        fp32_matmul_prec="highest",
+        exchange=ExchangeSettings(comm_dtype="fp32", max_owners=1),
+    )
+    muon.record_metrics()
+    equal = []
+    for step in range(3):
+        updates = []
+        for number, (each, whole, momentum) in enumerate(
+            zip(sharded, wholes, momenta, strict=True)
+        ):
+            grad = drawn(whole.shape, 9 * step + number).to(whole)
+            # Rows of zeros have updates of zeros.
+            grad[:1] = 0.0
+            each.set_grad(grad)
+            momentum.lerp_(grad, 0.05)
+            with fp32_matmul_precision("highest"):
+                result = muon_utils.newton_schulz(grad.lerp(momentum, 0.95), 5, "quintic")
+            updates.append(result * get_muon_scale_factor(*whole.shape, mode="spectral"))
+            whole.sub_(_decayed(updates[-1], whole), alpha=LR)
+        muon.step()
+        equal += [
+            torch.equal(each.param._local_tensor, each.own(whole))
+            for each, whole in zip(sharded, wholes, strict=True)
+        ]
+        (rms,) = muon.last_metrics().update_rms
+        expected = torch.cat([update.flatten() for update in updates]).square().mean().sqrt()
+        # Sums in float32, in another order.
+        equal.append(abs(rms / float(expected) - 1) < 1e-5)
+    return equal
+
+
+@pytest.mark.ranks
+def test_cautious_decay_has_the_bits_of_whole_matrices_and_is_in_no_metric():
+    """Only elements that the update shrinks are decayed, and ``update_rms`` is without decay."""
+    for equal in run_ranks(2, _step_cautiously, "uneven").check().results:
+        assert len(equal) > 3 and all(equal)
+
+
+def test_lion_decays_cautiously_too():
+    """A shared list of methods let Lion accept the name, and decay nothing."""
+    param = torch.nn.Parameter(drawn((6, 9), 0))
+    whole, average = param.detach().clone(), torch.zeros(6, 9)
+    method: Any = "cautious"
+    lion = FSDPLion([param], LR, weight_decay=DECAY, weight_decay_method=method)
+    (beta1, beta2) = lion.param_groups[0]["betas"]
+    for step in range(3):
+        param.grad = drawn((6, 9), 1 + step)
+        update = average.lerp(param.grad, 1 - beta1).sign()
+        average.lerp_(param.grad, 1 - beta2)
+        whole.sub_(_decayed(update, whole), alpha=LR)
+        lion.step()
+        assert torch.equal(param, whole)
