@@ -5,7 +5,7 @@
 Files, each importing only those above it::
 
     checkpoint_folders  finds the finished checkpoint of a --save folder; no megatron
-    checkpoint_reading  its table of contents, tensors and objects; no megatron
+    checkpoint_reading  its table of contents; no megatron
     versions            accepted and tested releases
     patching            verifies, applies and reverts patches
     relied_on           symbols that are relied on and not replaced

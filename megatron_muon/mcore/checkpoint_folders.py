@@ -24,19 +24,11 @@ _WHAT_TO_DO = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, or does not fit the run.
-
-    Every argument is one line of the text, also with control characters in names.
-    """
+    """A checkpoint cannot be read, or does not fit the run; every argument is one sentence."""
 
     def __str__(self) -> str:
         """Return one line per argument."""
-        return "\n".join(escaped(str(line)) for line in self.args)
-
-
-def escaped(text: str) -> str:
-    """Return a text with its control characters escaped, as ``repr`` does."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        return "\n".join(self.args)
 
 
 @contextmanager
@@ -49,7 +41,7 @@ def expecting(what: str, where: object) -> Iterator[None]:
     """
     try:
         yield
-    except (CheckpointError, BrokenPipeError):
+    except CheckpointError:
         raise
     except Exception as error:  # crafted or damaged files raise anything
         # Torch adds paragraphs of advice.
@@ -64,11 +56,8 @@ def iteration_folder(folder: Path, iteration: int) -> Path:
 
 def finished_iterations(folder: Path) -> list[int]:
     """List the iterations whose checkpoint is finished, in order."""
-    return sorted(
-        int(path.parent.name.removeprefix("iter_"))
-        for path in folder.glob(f"iter_*/{METADATA}")
-        if path.parent.name.removeprefix("iter_").isdecimal()
-    )
+    paths = folder.glob(f"iter_{'[0-9]' * 7}/{METADATA}")
+    return sorted(int(path.parent.name.removeprefix("iter_")) for path in paths)
 
 
 def find_checkpoint(
@@ -88,16 +77,28 @@ def find_checkpoint(
         CheckpointError: There is no checkpoint, it is unfinished or of another format, or the
             tracker cannot be read.
     """
+    finished = finished_iterations(folder)
+    advice = f"No checkpoint in {folder} is finished."
+    if finished:
+        numbers = ", ".join(map(str, finished))
+        advice = f"Finished in {folder}: {numbers}; load one with --ckpt-step {finished[-1]}."
+    checkpoint, tracker = folder, folder / TRACKER
+    if iteration is None and not (folder / METADATA).is_file():
+        if not tracker.is_file():
+            raise CheckpointError(
+                f"{tracker}: expected the tracker of a --save folder, got no such file. {advice}"
+            )
+        text = tracker.read_text(errors="replace").strip()
+        if text != "release" and not text.isdecimal():
+            raise CheckpointError(
+                f"{tracker}: expected an iteration or 'release', got {text[:99]!r}. {advice}"
+            )
+        checkpoint = folder / text
+        iteration = None if text == "release" else int(text)
     if iteration is not None:
         checkpoint = iteration_folder(folder, iteration)
-    elif (folder / METADATA).is_file():
-        checkpoint = folder
-    else:
-        checkpoint = _tracked_folder(folder)
     if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
-        )
+        raise CheckpointError(f"{checkpoint}: expected a checkpoint, got no such folder. {advice}")
     # Megatron's file names tell the format; torch_dist has .metadata too.
     stored = "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
     if (checkpoint / "metadata.json").exists():
@@ -109,34 +110,6 @@ def find_checkpoint(
     if not (checkpoint / METADATA).is_file():
         raise CheckpointError(
             f"{checkpoint}: expected a finished checkpoint, got one without {METADATA}: its save "
-            f"was cut short. {_what_to_load(folder)}"
+            f"was cut short. {advice}"
         )
     return checkpoint
-
-
-def _tracked_folder(folder: Path) -> Path:
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        raise CheckpointError(
-            f"{tracker}: expected the tracker of a --save folder, got no such file. "
-            f"{_what_to_load(folder)}"
-        )
-    with open(tracker, errors="replace") as file:
-        text = file.read(99).strip()
-    if text == "release":
-        return folder / text
-    if not text.isdecimal():
-        raise CheckpointError(
-            f"{tracker}: expected an iteration or 'release', got {text!r}. {_what_to_load(folder)}"
-        )
-    return iteration_folder(folder, int(text))
-
-
-def _what_to_load(folder: Path) -> str:
-    finished = finished_iterations(folder)
-    if not finished:
-        return f"No checkpoint in {folder} is finished."
-    return (
-        f"Finished in {folder}: {', '.join(map(str, finished))}; load one with --ckpt-step "
-        f"{finished[-1]}."
-    )

@@ -352,7 +352,7 @@ def _pattern(key: str, num_experts: int | None) -> str:
 
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
     # Best effort: this text accompanies an error, and must not raise another one.
-    saved, _ = _attempt(lambda: checkpoint.read_object("args"))
+    saved, _ = _attempt(checkpoint.read_args)
     stages_then, stages_now = (
         getattr(run, "pipeline_model_parallel_size", 1) for run in (saved, args)
     )

@@ -1,17 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Read a checkpoint without running code from its files.
-
-======  ==================================================================
-key     name of a value: nested names of the saved dictionary, joined by dots
-tensor  a value stored as chunks, boxes of the whole
-object  any other value, pickled
-item    the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
-======  ==================================================================
+"""Read the table of contents of a checkpoint without running code from it.
 
 ``torch.distributed.checkpoint`` unpickles any object. Here ``.metadata`` may name torch's own
-classes alone, and objects lose instances of all other classes. A crafted pickle can still use up
-the memory or end the process.
+classes alone. Its values are tensors, stored as chunks, and objects, which are pickled; a crafted
+pickle can still use up the memory or end the process.
 
 Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.15.
 """
@@ -19,27 +12,23 @@ Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2
 import functools
 import io
 import itertools
+import math
 import pickle
-import types
-import zipfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
-from megatron_muon.mcore.checkpoint_folders import METADATA, CheckpointError, expecting
+from megatron_muon.mcore.checkpoint_folders import METADATA, expecting
 
-# Plain values, or inert stand-ins of other objects.
-type StoredObject = Any
 # Position in a tensor, and shape.
 type Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -96,58 +85,22 @@ class StoredCheckpoint:
             sizes[info.relative_path] = max(sizes[info.relative_path], info.offset + info.length)
         return sizes
 
-    def read_object(self, key: str) -> StoredObject:
-        """Read an object; instances of unknown classes become inert. None without the key.
+    def read_bytes(self, index: MetadataIndex) -> bytes:
+        """Read the archive of ``torch.save`` of a chunk or object.
 
         Raises:
-            CheckpointError: It cannot be read.
+            KeyError: It is not in the table of contents.
+            OSError: It cannot be read.
         """
-        if key not in self.objects:
-            return None
-        data = self.read_item(MetadataIndex(key))
-        with expecting("an archive of torch.save", key):
-            module = types.SimpleNamespace(__name__=__name__, Unpickler=_ObjectUnpickler)
-            return torch.load(
-                io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False
-            )
+        info = self.metadata.storage_data[index]
+        with open(self.folder / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            return file.read(info.length)
 
-    def read_chunk(
-        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Read the chunk of a tensor at a position.
-
-        Raises:
-            CheckpointError: It cannot be read, or has another number of elements.
-        """
-        data = self.read_item(MetadataIndex(key, offsets))
-        with expecting(f"a tensor of shape {tuple(sizes)}", key):
-            chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            # Megatron stores layers without their stacking axis.
-            return chunk.reshape(sizes)
-
-    def read_item(self, index: MetadataIndex) -> bytes:
-        """Read the bytes of an item, and compare the checksums of its records.
-
-        Raises:
-            CheckpointError: They cannot be read, or differ from their checksum.
-        """
-        with expecting("an archive of torch.save", index.fqn):
-            info: _StorageInfo = self.metadata.storage_data[index]
-            with open(self.folder / info.relative_path, "rb") as file:
-                file.seek(info.offset)
-                data = file.read(info.length)
-            if len(data) != info.length:
-                raise EOFError(f"{len(data)} bytes of {info.length}")
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                # zipfile skips leading bytes: no checksum covers them.
-                num_bytes = sum(record.file_size for record in archive.infolist())
-                if not data.startswith(b"PK") or num_bytes > len(data):
-                    raise zipfile.BadZipFile("bytes before the archive, or records larger than it")
-                if damaged := archive.testzip():
-                    raise CheckpointError(
-                        f"{index.fqn}: expected the checksum of its record {damaged}, got another"
-                    )
-        return data
+    def read_args(self) -> Any:
+        """Read the arguments of the run that saved it, which may run code from the file."""
+        data = self.read_bytes(MetadataIndex("args"))
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def read_checkpoint(folder: Path) -> StoredCheckpoint:
@@ -162,7 +115,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
     path = folder / METADATA
     with expecting("the metadata of torch.distributed.checkpoint", path):
         with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
+            metadata = MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"{type(metadata).__name__} in place of Metadata")
     return StoredCheckpoint(folder, metadata)
@@ -199,48 +152,22 @@ def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Return whether boxes are inside of a shape, fill it, and do not overlap."""
     if len(shape) > 16:  # a box has 2**16 corners
         return False
-    # Boxes fill another one exactly if the corners of all, with alternating signs, cancel.
-    corners: Counter[tuple[int, ...]] = Counter()
-    whole = ((0,) * len(shape), shape)
-    for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return False
-        for ends in itertools.product((0, 1), repeat=len(shape)):
-            corner = tuple(o + end * n for o, end, n in zip(offsets, ends, sizes, strict=True))
-            corners[corner] += sign * (-1) ** sum(ends)
-    return not any(corners.values())
+    # If the corners of all cancel in pairs, the boxes cover every element of the shape an odd
+    # number of times, and all others an even number; by the sum of sizes, once and never.
+    corners: set[tuple[int, ...]] = set()
+    for offsets, sizes in [((0,) * len(shape), shape), *boxes]:
+        if all(sizes):
+            ends = [(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
+            corners ^= set(itertools.product(*ends))
+    return not corners and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
 
 
-class _Unpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickler of ``.metadata``."""
+
     def find_class(self, module: str, name: str) -> object:
         """Import listed classes; refuse all other names."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _IMPORTED.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name}, which may run code")
-
-
-class _ObjectUnpickler(_Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        """Import listed classes; instances of others become inert."""
-        try:
-            return super().find_class(module, name)
-        except pickle.UnpicklingError:
-            return _Inert
-
-
-class _Inert:
-    """Stand-in for an instance of a class that is not imported."""
-
-    def __new__(cls, *arguments: object) -> "_Inert":
-        return super().__new__(cls)
-
-    def __setstate__(self, state: object) -> None: ...
-
-    # Pickles fill instances of subclasses of dict and list by these.
-    def __setitem__(self, key: object, value: object) -> None: ...
-
-    def extend(self, values: object) -> None:
-        """Drop elements."""
-
-    append = extend

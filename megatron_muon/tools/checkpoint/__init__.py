@@ -6,7 +6,7 @@ Neither a GPU, a process group nor megatron is needed.
 
 Files, each importing only those above it::
 
-    verification  compares bytes with their checksums
+    reading       values, and bytes compared with their checksums
     writing       writes values that are read from another checkpoint
     names         a parameter in the tensor of all layers and experts
     conversion    Muon under DDP, as Megatron saves it, for Megatron-FSDP, and back

@@ -14,14 +14,13 @@ from pathlib import Path
 from megatron_muon.mcore.checkpoint_folders import (
     TRACKER,
     CheckpointError,
-    escaped,
     expecting,
     find_checkpoint,
     iteration_folder,
 )
 from megatron_muon.mcore.checkpoint_reading import find_misfits, read_checkpoint
 from megatron_muon.tools.checkpoint.conversion import from_ddp, to_ddp
-from megatron_muon.tools.checkpoint.verification import find_problems
+from megatron_muon.tools.checkpoint.reading import find_problems
 from megatron_muon.tools.checkpoint.writing import Conversion
 
 # Formats to convert to, and from.
@@ -51,14 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("target", type=Path, help="a --save folder to write; must not exist")
     command.add_argument("--to", choices=_SOURCES, required=True, help="format to write")
     options = parser.parse_args(arguments)
+    run = _convert if options.command == "convert" else _verify
     try:
         with expecting(f"to {options.command} it", options.dir):
-            run = _convert if options.command == "convert" else _verify
-            sys.stdout.write(escaped(run(options)) + "\n")
+            lines, stream, status = [run(options)], sys.stdout, 0
     except CheckpointError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
+        lines, stream, status = [*error.args], sys.stderr, 1
+    # Keys may contain control sequences.
+    stream.writelines(
+        "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) + "\n" for line in lines
+    )
+    return status
 
 
 def _verify(options: argparse.Namespace) -> str:
@@ -75,7 +77,8 @@ def _verify(options: argparse.Namespace) -> str:
 def _convert(options: argparse.Namespace) -> str:
     """Convert a checkpoint; nothing is left of a conversion that fails."""
     path = find_checkpoint(options.dir, options.ckpt_step, _SOURCES[options.to])
-    with replacing(options.target) as folder, unchanged(path):
+    before = _stamps(path)
+    with replacing(options.target) as folder:
         checkpoint = read_checkpoint(path)
         if problems := find_misfits(checkpoint):
             raise CheckpointError(problems[0])
@@ -89,6 +92,11 @@ def _convert(options: argparse.Namespace) -> str:
             text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
             (inner / "metadata.json").write_text(text)
         (folder / TRACKER).write_text("release" if is_release else str(iteration))
+        if _stamps(path) != before:
+            raise CheckpointError(
+                f"{path}: expected files that do not change while they are read, got new ones: "
+                "another process saves there. Wait until it has ended."
+            )
     return (
         f"{path}: iteration {iteration} converted; load it with --no-load-rng, as random states "
         "are left out"
@@ -114,27 +122,7 @@ def replacing(target: Path) -> Iterator[Path]:
         yield temporary
         # A rename alone would replace an empty folder that has appeared meanwhile.
         target.mkdir()
-        try:
-            temporary.rename(target)
-        except OSError:
-            target.rmdir()
-            raise
-
-
-@contextmanager
-def unchanged(folder: Path) -> Iterator[None]:
-    """Refuse a folder that is saved anew while it is read.
-
-    Raises:
-        CheckpointError: At the end, some file is not the same as at the beginning.
-    """
-    before = _stamps(folder)
-    yield
-    if _stamps(folder) != before:
-        raise CheckpointError(
-            f"{folder}: expected files that do not change while they are read, got new ones: "
-            "another process saves there. Wait until it has ended."
-        )
+        temporary.rename(target)
 
 
 def _stamps(folder: Path) -> set[tuple[Path, int, int, int]]:

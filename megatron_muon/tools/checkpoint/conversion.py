@@ -20,6 +20,7 @@ have written.
 
 import argparse
 import itertools
+import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -28,9 +29,10 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.checkpoint_folders import CheckpointError
-from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, StoredObject
-from megatron_muon.tools.checkpoint.names import part_of, parts_of
-from megatron_muon.tools.checkpoint.writing import Conversion, whole_box
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint
+from megatron_muon.tools.checkpoint.names import HALVES, parts_of, place_of, whole_box
+from megatron_muon.tools.checkpoint.reading import Inert, read_object
+from megatron_muon.tools.checkpoint.writing import Conversion
 
 _COMMON = "common_state/shard_0_1"
 _COUNTERS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
@@ -48,7 +50,6 @@ _BUFFERS = ("expert_bias", "local_tokens_per_expert")
 _READ_ARGS = {
     *("bf16", "fp16", "swiglu", "transformer_impl", "moe_grouped_gemm", "num_layers", "num_experts")
 }
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def from_ddp(conversion: Conversion) -> dict[str, Any]:
@@ -58,12 +59,12 @@ def from_ddp(conversion: Conversion) -> dict[str, Any]:
         conversion: Conversion of a checkpoint of the format ``torch_dist``.
 
     Returns:
-        Values that all ranks share, ``iteration`` and ``args`` among them.
+        Values that all ranks share, ``iteration`` among them.
 
     Raises:
         CheckpointError: A tensor or setting is missing or unknown.
     """
-    checkpoint = conversion.source
+    checkpoint, values = conversion.source, conversion.values
     common = _common_of_ddp(checkpoint)
     args = common["args"]
     weights, states = _by_parameter(checkpoint, _DDP_WEIGHT, _DDP_STATE)
@@ -72,37 +73,25 @@ def from_ddp(conversion: Conversion) -> dict[str, Any]:
     state, setting = prefix.format("state"), prefix.format("param_to_group_meta")
     for name, key in weights.items():
         kinds = states[name]
-        shape = checkpoint.tensors[key].size
-        parts = [*parts_of(name, shape, args)]
-        sources = {"model.module.{}": kinds.pop(_MASTER, key)} | {
-            f"{state}{{}}.{kind}": source for kind, source in kinds.items()
-        }
-        for (target, source), part in itertools.product(sources.items(), parts):
-            part_shape = tuple(checkpoint.tensors[source].size[len(part.indices) :])
-            if part.half is not None:
-                part_shape = (part_shape[0] // 2, *part_shape[1:])
-            conversion.copy(
-                source,
-                target.format(part.name),
-                part_shape,
-                torch.float32,
-                source_box=part.box(part_shape),
-            )
-        if kinds.keys() != _ADAM:
-            continue
-        # Torch's Adam counts steps by parameter, Transformer Engine's by parameter group, and group
-        # settings are not split.
-        for part in parts_of(name, shape, args, has_halves=not is_by_group):
+        sources = {_MASTER: key} | kinds
+        parts = [*parts_of(name, checkpoint.tensors[key].size, args)]
+        for (kind, source), (own_name, shape) in itertools.product(sources.items(), parts):
+            _, box, *_ = place_of(own_name, shape, args)
+            target = f"model.module.{own_name}" if kind == _MASTER else f"{state}{own_name}.{kind}"
+            conversion.copy(source, box, target, whole_box(shape), shape, torch.float32)
+        for own_name, _ in parts if kinds.keys() - {_MASTER} == _ADAM else ():
+            # Torch's Adam counts steps by parameter, Transformer Engine's by parameter group, and
+            # group settings are not split.
             if is_by_group:
-                conversion.add_object(f"{setting}{part.name}.{_STEP}", num_steps)
+                for half in HALVES:
+                    own_name = own_name.removesuffix(half)
+                values[f"{setting}{own_name}.{_STEP}"] = num_steps
             else:
-                key, counter = f"{state}{part.name}.{_STEP}", torch.tensor(num_steps)
-                conversion.add_chunk(key, (), whole_box(()), torch.float32, counter.clone)
-    conversion.add_object("args", argparse.Namespace(**vars(args), ckpt_format="fsdp_dtensor"))
-    for key in _COUNTERS:
-        conversion.add_object(key, common.get(key, 0))
-    for key, value in common.get("opt_param_scheduler", {}).items():
-        conversion.add_object(f"opt_param_scheduler.{key}", value)
+                values[f"{state}{own_name}.{_STEP}"] = torch.tensor(num_steps)
+    values["args"] = argparse.Namespace(**vars(args), ckpt_format="fsdp_dtensor")
+    values |= {key: common.get(key, 0) for key in _COUNTERS}
+    schedule = common.get("opt_param_scheduler", {})
+    values |= {f"opt_param_scheduler.{key}": value for key, value in schedule.items()}
     return common
 
 
@@ -113,42 +102,39 @@ def to_ddp(conversion: Conversion) -> dict[str, Any]:
         conversion: Conversion of a checkpoint of Megatron-FSDP, of the format ``fsdp_dtensor``.
 
     Returns:
-        Values that all ranks share, ``iteration`` and ``args`` among them.
+        Values that all ranks share, ``iteration`` among them.
 
     Raises:
         CheckpointError: A tensor or setting is missing or unknown.
     """
     checkpoint = conversion.source
-    args = _plain_args(checkpoint, checkpoint.read_object("args"))
+    args = _plain_args(checkpoint, read_object(checkpoint, "args"))
     if args.fp16:
         raise CheckpointError(
             f"{checkpoint.folder}: expected args of a run in fp32 or bf16, got fp16."
         )
     weights, states = _by_parameter(checkpoint, _FSDP_WEIGHT, _FSDP_STATE)
-    common = _common_for_ddp(checkpoint, states, args)
+    common = _common_for_ddp(conversion, states, args)
     params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     for name, key in weights.items():
-        part, stack = part_of(name, args)
-        kinds = {kind: source for kind, source in states.get(name, {}).items() if kind != _STEP}
+        weight = checkpoint.tensors[key]
+        stacked, box, shape, stack = place_of(name, weight.size, args)
+        kinds = {kind: source for kind, source in states[name].items() if kind != _STEP}
         # Buffers keep their type.
-        own_dtype = params_dtype if kinds else checkpoint.tensors[key].properties.dtype
+        own_dtype = params_dtype if kinds else weight.properties.dtype
         if args.bf16 and kinds:
             kinds[_MASTER] = key
-        targets = [(part.stacked, key, own_dtype)] + [
-            (f"optimizer.state.{kind}.{part.stacked}", source, torch.float32)
+        targets = [(stacked, key, own_dtype)] + [
+            (f"optimizer.state.{kind}.{stacked}", source, torch.float32)
             for kind, source in kinds.items()
         ]
         for target, source, dtype in targets:
-            part_shape = checkpoint.tensors[source].size
-            shape = part_shape if part.half is None else (2 * part_shape[0], *part_shape[1:])
-            conversion.copy(source, target, (*stack, *shape), dtype, box=part.box(part_shape))
-        is_local = args.transformer_impl == "local" and part.half != 1
-        if is_local and (match := _WITHOUT_STATE.match(part.stacked)):
-            shard, num_shards = (
-                ".".join(map(str, n)) for n in (part.indices or (0,), stack or (1,))
-            )
-            conversion.add_object(f"{match[1]}._extra_state/shard_{shard}_{num_shards}", [None])
-    conversion.add_object(_COMMON, [common])
+            conversion.copy(source, whole_box(weight.size), target, box, shape, dtype)
+        if args.transformer_impl == "local" and (match := _WITHOUT_STATE.match(stacked)):
+            indices = box[0][: len(stack)]
+            shard, num_shards = (".".join(map(str, n)) for n in (indices or (0,), stack or (1,)))
+            conversion.values[f"{match[1]}._extra_state/shard_{shard}_{num_shards}"] = [None]
+    conversion.values[_COMMON] = [common]
     return common
 
 
@@ -174,10 +160,10 @@ def _by_parameter(
                 "parameter, got neither. Save with --optimizer muon, without a distributed "
                 "optimizer for Adam."
             )
-    kinds_of = {name: states[name].keys() - {_MASTER, _STEP} for name in {*weights, *states}}
-    if _MUON not in kinds_of.values():
-        problems.append(f"{checkpoint.folder}: expected momentum of Muon, got none.")
-    for name, kinds in kinds_of.items():
+    has_muon = False
+    for name in {*weights, *states}:
+        kinds = states[name].keys() - {_MASTER, _STEP}
+        has_muon |= kinds == _MUON
         is_buffer = name.endswith(_BUFFERS) and not kinds
         if name not in weights or not (is_buffer or kinds in (_MUON, _ADAM)):
             problems.append(
@@ -185,38 +171,39 @@ def _by_parameter(
                 f"{', '.join(sorted(_ADAM))} of Adam, got "
                 f"{', '.join(sorted(kinds)) or 'none of them'}. Only --optimizer muon is converted."
             )
+            continue
+        shape = checkpoint.tensors[weights[name]].size
+        problems += [
+            f"{key}: expected the shape of its weight, {tuple(shape)}, got another."
+            for kind, key in states[name].items()
+            if kind != _STEP and checkpoint.tensors[key].size != shape
+        ]
+    if not has_muon:
+        problems.append(f"{checkpoint.folder}: expected momentum of Muon, got none.")
     if problems:
         raise CheckpointError(*sorted(problems), "Nothing was written.")
     return weights, states
 
 
-def _plain_args(checkpoint: StoredCheckpoint, args: StoredObject) -> argparse.Namespace:
+def _plain_args(checkpoint: StoredCheckpoint, args: object) -> argparse.Namespace:
     """Return arguments without instances of Megatron's classes, and without the format."""
+    stand_in = Inert.__qualname__.encode()
     plain = {
-        key: value for key, value in vars(args or argparse.Namespace()).items() if _is_plain(value)
+        key: value
+        for key, value in vars(args or argparse.Namespace()).items()
+        if key != "ckpt_format" and stand_in not in pickle.dumps(value)
     }
     if missing := sorted(_READ_ARGS - plain.keys()):
         raise CheckpointError(
             f"{checkpoint.folder}: expected the arguments {', '.join(missing)}, got none. "
             "Save it by Megatron-LM 0.19."
         )
-    plain.pop("ckpt_format", None)
     return argparse.Namespace(**plain)
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a value needs no class of Megatron's."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    return type(value) in _PLAIN
 
 
 def _common_of_ddp(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Return the values that all ranks of DDP share."""
-    stored = checkpoint.read_object(_COMMON)
-    common = stored[0] if isinstance(stored, list) and stored else {}
+    (common,) = read_object(checkpoint, _COMMON) or [{}]
     missing = [name for name in ("args", "iteration", "optimizer") if name not in common]
     if missing:
         raise CheckpointError(
@@ -229,10 +216,9 @@ def _common_of_ddp(checkpoint: StoredCheckpoint) -> dict[str, Any]:
 
 def _adam_steps(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> tuple[float, bool]:
     """Return how often Adam has stepped, and whether groups count it, or parameters."""
-    optimizer = common["optimizer"]
-    groups = itertools.chain(*_nested(optimizer, "param_groups"))
-    in_groups = {float(group[_STEP]) for group in groups if _STEP in group}
-    in_state = {float(counter) for counter in _nested(optimizer, "common_step")}
+    in_groups, in_state = (
+        set(map(float, _nested(common["optimizer"], name))) for name in (_STEP, "common_step")
+    )
     counts = [*in_groups, *in_state]
     if len(counts) != 1:
         raise CheckpointError(
@@ -243,33 +229,36 @@ def _adam_steps(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> tupl
 
 
 def _nested(values: object, name: str) -> Iterator[Any]:
-    """Yield the values of a name in the state of an optimizer, or of several that are chained."""
+    """Yield the values of a name in dictionaries and lists, at any depth."""
     if isinstance(values, Mapping):
         if name in values:
             yield values[name]
-        for inner in values.values():
-            yield from _nested(inner, name)
+        values = [*values.values()]
+    for inner in values if isinstance(values, list) else ():
+        yield from _nested(inner, name)
 
 
 def _common_for_ddp(
-    checkpoint: StoredCheckpoint, states: Mapping[str, Mapping[str, str]], args: argparse.Namespace
+    conversion: Conversion, states: Mapping[str, Mapping[str, str]], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the common values of a DDP checkpoint, settings of parameter groups included."""
+    checkpoint = conversion.source
     settings: dict[str, dict[str, Any]] = defaultdict(dict)
-    scheduler = {}
+    objects: dict[str, dict[str, Any]] = defaultdict(dict)
     for key in checkpoint.objects:
+        part, _, name = key.rpartition(".")
         if match := _FSDP_SETTING.match(key):
-            settings[match[1]][match[2]] = checkpoint.read_object(key)
-        elif key.startswith("opt_param_scheduler."):
-            scheduler[key.removeprefix("opt_param_scheduler.")] = checkpoint.read_object(key)
+            settings[match[1]][name] = read_object(checkpoint, key)
+        elif key in _COUNTERS or part == "opt_param_scheduler":
+            objects[part][name] = read_object(checkpoint, key)
     # Upstream chains an optimizer per kind, in this order, and finds groups by their settings.
-    chained: dict[tuple[bool, bool], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for group in settings.values():
-        kind = ("betas" in group, bool(group.get("is_expert_parallel")))
-        chained[kind][repr(sorted(group.items(), key=str))] = group
+    groups = {repr(sorted(group.items(), key=str)): group for group in settings.values()}
+    chained: dict[tuple[bool, bool], list[dict[str, Any]]] = defaultdict(list)
+    for group in groups.values():
+        chained["betas" in group, bool(group.get("is_expert_parallel"))].append(group)
     # Transformer Engine's Adam counts steps in its groups.
     counters = {
-        float(checkpoint.read_chunk(kinds[_STEP], (), ()))
+        float(conversion.read(kinds[_STEP], ((), ())))
         for kinds in states.values()
         if _STEP in kinds
     }
@@ -279,18 +268,18 @@ def _common_for_ddp(
             f"groups of {len(chained)} optimizers and counts {sorted(counters)}. Save all "
             "parameters by one run of --optimizer muon."
         )
-    optimizers: dict[int, Any] = {}
-    for number, kind in enumerate(sorted(chained)):
-        state: dict[str, Any] = {"param_groups": [*chained[kind].values()]}
+    optimizers: list[Any] = []
+    for kind in sorted(chained):
+        state: dict[str, Any] = {"param_groups": chained[kind]}
         if kind[0] and counters:
-            state["state"] = {"common_step": torch.tensor(next(iter(counters)))}
-        optimizers[number] = {"optimizer": state} if args.bf16 else state
+            state["state"] = {"common_step": torch.tensor(max(counters))}
+        optimizers.append({"optimizer": state} if args.bf16 else state)
     fsdp_flags = ("use_megatron_fsdp", "use_distributed_optimizer")
     ddp_args = {**vars(args), **dict.fromkeys(fsdp_flags, False), "ckpt_format": "torch_dist"}
     return {
         "args": argparse.Namespace(**ddp_args),
-        **{key: checkpoint.read_object(key) for key in _COUNTERS if key in checkpoint.objects},
-        "optimizer": optimizers if len(optimizers) > 1 else optimizers[0],
-        "opt_param_scheduler": scheduler,
+        **objects[""],
+        "optimizer": dict(enumerate(optimizers)) if len(optimizers) > 1 else optimizers[0],
+        "opt_param_scheduler": objects["opt_param_scheduler"],
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a parameter in the two formats: alone, and in the tensor of all layers and experts.
+"""Places of a parameter in the two formats: alone, and in the tensor of all layers and experts.
 
 ============================================================  ====================================
 ``torch_dist``                                                ``fsdp_dtensor``
@@ -17,7 +17,6 @@ import argparse
 import itertools
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megatron_muon.mcore.checkpoint_reading import Box
 
@@ -34,54 +33,50 @@ _SEPARATE_NORMS = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 _INDEX = "\0"  # stands for an index in a name
+HALVES = ("_w", "_v")
 
 
-class Part(NamedTuple):
-    """A parameter of Megatron-FSDP in the tensor of all layers and experts that DDP stores.
-
-    Args:
-        name: Name of the parameter under Megatron-FSDP.
-        stacked: Name of the tensor under DDP.
-        indices: Index by layer and expert.
-        half: 0 for the rows of the gate, 1 for the rows of up, None for all.
-    """
-
-    name: str
-    stacked: str
-    indices: tuple[int, ...]
-    half: int | None
-
-    def box(self, shape: tuple[int, ...]) -> Box:
-        """Return the box of a parameter of this shape in the stacked tensor."""
-        rows = ((self.half or 0) * shape[0], *(0 for _ in shape[1:])) if shape else ()
-        return (*self.indices, *rows), (*(1 for _ in self.indices), *shape)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box of a whole tensor."""
+    return (0,) * len(shape), shape
 
 
 def parts_of(
-    stacked: str, shape: tuple[int, ...], args: argparse.Namespace, *, has_halves: bool = True
-) -> Iterator[Part]:
-    """Yield the parameters of Megatron-FSDP that a tensor of DDP holds."""
+    stacked: str, shape: tuple[int, ...], args: argparse.Namespace
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of the parameters of Megatron-FSDP that a tensor of DDP holds."""
     name = _DDP_LAYERS.sub(rf"\1{_INDEX}.", stacked)
     if args.moe_grouped_gemm and _DDP_EXPERTS in name:
         name = name.replace(_DDP_EXPERTS, ".experts.") + _INDEX
     name = name.replace(_DDP_EXPERTS, f".experts.local_experts.{_INDEX}.")
     for fused, separate in _SEPARATE_NORMS.items() if args.transformer_impl == "local" else ():
         name = name.replace(fused, separate)
-    is_gated = has_halves and args.swiglu and _GATED.search(name.replace(_INDEX, "0"))
-    for indices in itertools.product(*map(range, shape[: name.count(_INDEX)])):
+    num_indices = name.count(_INDEX)
+    suffixes: tuple[str, ...] = ("",)
+    own_shape = shape[num_indices:]
+    if args.swiglu and _GATED.search(name.replace(_INDEX, "0")):
+        suffixes, own_shape = HALVES, (own_shape[0] // 2, *own_shape[1:])
+    for indices in itertools.product(*map(range, shape[:num_indices])):
         indexed = name
         for index in indices:
             indexed = indexed.replace(_INDEX, str(index), 1)
-        for suffix, half in (("_w", 0), ("_v", 1)) if is_gated else (("", None),):
-            yield Part(indexed + suffix, stacked, indices, half)
+        for suffix in suffixes:
+            yield indexed + suffix, own_shape
 
 
-def part_of(name: str, args: argparse.Namespace) -> tuple[Part, tuple[int, ...]]:
-    """Return the place of a parameter of Megatron-FSDP, and the numbers of layers and experts."""
+def place_of(
+    name: str, shape: tuple[int, ...], args: argparse.Namespace
+) -> tuple[str, Box, tuple[int, ...], tuple[int, ...]]:
+    """Return the place of a parameter of Megatron-FSDP in a tensor of DDP.
+
+    Returns:
+        Name of the tensor, box in it, its shape, and the numbers of layers and experts in that.
+    """
     indices, stack = list[int](), list[int]()
-    stacked, half = name, None
-    if name.endswith(("_w", "_v")) and _GATED.search(name[:-2]):
-        stacked, half = name[:-2], int(name.endswith("_v"))
+    stacked, starts, whole_shape = name, [0] * len(shape), shape
+    if name.endswith(HALVES) and _GATED.search(name[:-2]):
+        stacked, starts[0] = name[:-2], shape[0] * HALVES.index(name[-2:])
+        whole_shape = (2 * shape[0], *shape[1:])
     if match := _FSDP_LAYER.match(stacked):
         indices.append(int(match[2]))
         stack.append(args.num_layers)
@@ -94,4 +89,5 @@ def part_of(name: str, args: argparse.Namespace) -> tuple[Part, tuple[int, ...]]
         indices.append(int(match[2] or match[4]))
         stack.append(args.num_experts)
         stacked = f"{match[1]}.experts.{match[3]}"
-    return Part(name, stacked, tuple(indices), half), tuple(stack)
+    box = (*indices, *starts), (*(1 for _ in indices), *shape)
+    return stacked, box, (*stack, *whole_shape), tuple(stack)

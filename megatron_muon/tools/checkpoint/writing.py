@@ -5,142 +5,128 @@
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_muon.mcore.checkpoint_folders import CheckpointError, expecting
+from megatron_muon.mcore.checkpoint_folders import CheckpointError
 from megatron_muon.mcore.checkpoint_reading import Box, StoredCheckpoint, is_tiled
+from megatron_muon.tools.checkpoint.reading import read_chunk
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box of a whole tensor."""
-    return (0,) * len(shape), shape
+@dataclass
+class LazyTensor:
+    """Tensor whose chunks are computed while torch writes them.
+
+    Args:
+        shape: Shape of the whole tensor.
+        dtype: Data type.
+        chunks: Box of each chunk, and the function that returns its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[tuple[Box, Callable[[], torch.Tensor]]] = field(default_factory=list)
+
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
+        """Return an item per chunk; torch calls it, as for a DTensor."""
+        boxes = [box for box, _ in self.chunks]
+        # Torch checks it for several processes alone.
+        if not is_tiled(self.shape, boxes):
+            raise CheckpointError(
+                f"{key}: expected parameters of one shape in all layers and experts, got others. "
+                "Nothing was written."
+            )
+        properties, shape = TensorProperties(self.dtype), torch.Size(self.shape)
+        return [
+            WriteItem(
+                MetadataIndex(key, box[0]),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(*map(torch.Size, box)), properties, shape
+                ),
+            )
+            for box in boxes
+        ]
 
 
-class Conversion(dcp.DefaultSavePlanner):
-    """Plan of a checkpoint; values are read and converted while they are written.
+class _Planner(dcp.DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:  # noqa: ANN401 - any object is pickled
+        """Return an object, or compute a chunk."""
+        value = self.state_dict[index.fqn]
+        if not isinstance(value, LazyTensor):
+            return value
+        assert index.index is not None
+        (_, sizes), compute = value.chunks[index.index]
+        return compute().to(value.dtype).view(sizes)
 
-    Torch computes a value by ``lookup_object()`` when it writes it, so that one is in memory.
+
+class Conversion:
+    """A checkpoint to write.
 
     Args:
         source: Checkpoint to convert.
+
+    Attributes:
+        values: Tensors and objects by key.
     """
 
     def __init__(self, source: StoredCheckpoint) -> None:
-        super().__init__(flatten_state_dict=False)
         self.source = source
+        self.values: dict[str, Any] = {}
         # The halves of a gated layer may be in one chunk.
-        self._read_chunk = functools.lru_cache(maxsize=1)(source.read_chunk)
-        self._items: list[WriteItem] = []
-        self._values: dict[MetadataIndex, Callable[[], Any]] = {}
+        self._read_chunk = functools.lru_cache(maxsize=1)(
+            lambda key, number: read_chunk(source, key, source.tensors[key].chunks[number])
+        )
 
     def copy(
         self,
         source: str,
+        source_box: Box,
         target: str,
+        box: Box,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        *,
-        source_box: Box | None = None,
-        box: Box | None = None,
     ) -> None:
         """Add a chunk of a tensor, with the elements of a box of the source.
 
         Args:
             source: Key of a tensor of the source.
+            source_box: Box of it; its shape may differ from the chunk's by axes of one.
             target: Key of the new tensor.
+            box: Position of the chunk in the new tensor, and shape of the chunk.
             shape: Shape of the whole new tensor.
             dtype: Data type of the new tensor.
-            source_box: Box of the tensor of the source; None for all of it. Its shape may differ
-                from the chunk's by axes of one.
-            box: Position of the chunk in the new tensor, and shape of the chunk; None for all.
         """
-        source_box = source_box or whole_box(self.source.tensors[source].size)
-        box = box or whole_box(shape)
-        self.add_chunk(
-            target, shape, box, dtype, lambda: self._read(source, *source_box).view(box[1])
-        )
+        tensor = self.values.setdefault(target, LazyTensor(shape, dtype))
+        tensor.chunks.append((box, functools.partial(self.read, source, source_box)))
 
-    def add_chunk(
-        self,
-        key: str,
-        shape: tuple[int, ...],
-        box: Box,
-        dtype: torch.dtype,
-        value: Callable[[], torch.Tensor],
-    ) -> None:
-        """Add a chunk of a tensor, with the elements that a function returns."""
-        data = TensorWriteData(
-            ChunkStorageMetadata(*map(torch.Size, box)), TensorProperties(dtype), torch.Size(shape)
-        )
-        item = WriteItem(MetadataIndex(key, box[0]), WriteItemType.SHARD, tensor_data=data)
-        self._add(item, lambda: value().to(dtype))
-
-    def add_object(self, key: str, value: Any) -> None:  # noqa: ANN401 - any object is pickled
-        """Add a value that is pickled."""
-        self._add(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), lambda: value)
-
-    def _add(self, item: WriteItem, value: Callable[[], Any]) -> None:
-        self._items.append(item)
-        self._values[item.index] = value
-
-    def _read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """Read a box of a tensor of the source from all chunks that it overlaps."""
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """Read a box of a tensor of the source, from all chunks that it overlaps."""
         stored = self.source.tensors[key]
-        if any(o + n > m for o, n, m in zip(offsets, sizes, stored.size, strict=True)):
-            raise CheckpointError(
-                f"{key}: expected the shape of its weight, got {tuple(stored.size)}."
+        elements = torch.empty(box[1], dtype=stored.properties.dtype)
+        chunk = ChunkStorageMetadata(*map(torch.Size, box))
+        for item in create_read_items_for_chunk_list(key, stored, [chunk]):
+            there = self._read_chunk(key, item.storage_index.index)
+            narrow_tensor_by_index(elements, item.dest_offsets, item.lengths).copy_(
+                narrow_tensor_by_index(there, item.storage_offsets, item.lengths)
             )
-        box = torch.empty(sizes, dtype=stored.properties.dtype)
-        for chunk in stored.chunks:
-            sides = [*zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
-            overlap = [(max(o, p), min(o + n, p + m)) for o, n, p, m in sides]
-            if all(start < stop for start, stop in overlap):
-                here, there = (
-                    tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, first, strict=True))
-                    for first in (offsets, chunk.offsets)
-                )
-                box[here] = self._read_chunk(key, chunk.offsets, chunk.sizes)[there]
-        return box
-
-    def create_local_plan(self) -> SavePlan:
-        """Return all added items."""
-        return SavePlan(self._items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that chunks fill their tensors: torch does not in one process."""
-        with expecting("parameters of one shape in all layers and experts", "the result"):
-            plans, metadata = super().create_global_plan(all_plans)
-            for key, value in metadata.state_dict_metadata.items():
-                if isinstance(value, TensorStorageMetadata):
-                    boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in value.chunks]
-                    if not is_tiled(tuple(value.size), boxes):
-                        raise ValueError(f"others for {key}")
-        return plans, metadata
-
-    def lookup_object(self, index: MetadataIndex) -> Any:  # noqa: ANN401 - any object is pickled
-        """Compute a value."""
-        return self._values[index]()
+        return elements
 
     def write(self, folder: Path) -> None:
-        """Write all added items into a new folder, a file per tensor or chunk.
+        """Write all values into a new folder, a file per object or chunk.
 
         Memory: the largest parameter, twice, and the largest chunk of the source.
         """
@@ -150,7 +136,8 @@ class Conversion(dcp.DefaultSavePlanner):
                 warnings.simplefilter("ignore")
                 # Torch keeps all tensors of a file in memory until the file is complete.
                 writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
-                dcp.save({}, storage_writer=writer, planner=self, no_dist=True)
+                planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+                dcp.save(self.values, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             # Torch wraps the errors of all ranks: here there is one.
             ((cause, _),) = error.failures.values()

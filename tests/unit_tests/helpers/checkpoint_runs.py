@@ -20,7 +20,7 @@ from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
 from megatron_muon.mcore.checkpoint_folders import TRACKER, find_checkpoint
 from megatron_muon.mcore.checkpoint_reading import read_checkpoint
-from megatron_muon.tools.checkpoint.verification import find_problems
+from megatron_muon.tools.checkpoint.reading import find_problems, read_object
 
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
@@ -239,5 +239,6 @@ def loadable(folder: Path) -> int:
     """Check every byte of what the tracker points to, and return its iteration."""
     checkpoint = read_checkpoint(find_checkpoint(folder))
     assert list(find_problems(checkpoint)) == []
-    assert (folder / TRACKER).read_text() == str(checkpoint.read_object("iteration"))
-    return checkpoint.read_object("iteration")
+    iteration = read_object(checkpoint, "iteration")
+    assert (folder / TRACKER).read_text() == str(iteration)
+    return iteration

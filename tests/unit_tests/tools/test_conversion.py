@@ -32,7 +32,7 @@ from helpers.toy_gpt import (
 from megatron_muon.mcore.checkpoint_folders import TRACKER
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkpoint
 from megatron_muon.tools.checkpoint.command import main, replacing
-from megatron_muon.tools.checkpoint.verification import find_problems
+from megatron_muon.tools.checkpoint.reading import find_problems
 from megatron_muon.tools.checkpoint.writing import Conversion
 
 pytestmark = pytest.mark.ranks
@@ -85,7 +85,7 @@ def _convert(source: Path, target: Path, *flags: str, to: str = "fsdp_dtensor") 
 
 def _whole(checkpoint: StoredCheckpoint, key: str) -> torch.Tensor:
     shape = checkpoint.tensors[key].size
-    return Conversion(checkpoint)._read(key, (0,) * len(shape), shape).float()
+    return Conversion(checkpoint).read(key, ((0,) * len(shape), shape)).float()
 
 
 @pytest.fixture(scope="module")

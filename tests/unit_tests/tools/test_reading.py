@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from megatron_muon.mcore.checkpoint_folders import TRACKER, CheckpointError, find_checkpoint
 from megatron_muon.mcore.checkpoint_reading import find_misfits, is_tiled, read_checkpoint
 from megatron_muon.tools.checkpoint.command import main
-from megatron_muon.tools.checkpoint.verification import find_problems
+from megatron_muon.tools.checkpoint.reading import find_problems, read_chunk, read_object
 
 
 class _Harmful:
@@ -86,7 +86,7 @@ def test_names_outside_of_the_list_are_refused(name, tmp_path):
 
 def test_object_reads_without_its_classes(folder):
     """Arguments of a checkpoint are read without the classes of Megatron and of users."""
-    args = read_checkpoint(folder / "iter_0000003").read_object("args")
+    args = read_object(read_checkpoint(folder / "iter_0000003"), "args")
     assert ARGS.items() <= vars(args).items() and "evil" in vars(args)
     assert not (folder / "ran").exists()
 
@@ -110,7 +110,7 @@ def test_flipped_byte_is_found_or_changes_nothing(folder):
 
     def contents() -> list:
         return [
-            checkpoint.read_chunk(key, chunk.offsets, chunk.sizes).view(torch.uint8).tolist()
+            read_chunk(checkpoint, key, chunk).view(torch.uint8).tolist()
             for key, tensor in checkpoint.tensors.items()
             for chunk in tensor.chunks
         ]
