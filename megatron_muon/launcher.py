@@ -5,15 +5,10 @@
 import json
 import logging
 import os
-import re
 import runpy
-import shutil
-import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_muon.user_errors import SettingsError, UserError
@@ -70,8 +65,8 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
         Exit status: 0, or 2 without a script. Errors of the script propagate.
 
     Raises:
-        SettingsError: The script does not exist, its checkout cannot compile its dataset helpers,
-            there is no GPU, or a flag of the script cannot work.
+        SettingsError: The script does not exist, there is no GPU, or a flag of the script cannot
+            work.
         IncompatibleMegatronError: The patches were not written for the installed megatron-core.
     """
     if not argv or argv[0] in ("-h", "--help"):
@@ -91,7 +86,6 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
 
     # Before CPU ranks: they import megatron.
     check_versions()
-    _check_dataset_helpers()
     if enable_cpu_ranks is not None:
         enable_cpu_ranks()
     elif not _has_gpu():
@@ -101,34 +95,6 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
     sys.argv = list(argv)
     runpy.run_path(str(script), run_name="__main__")
     return 0
-
-
-def _check_dataset_helpers() -> None:
-    """Refuse a checkout of Megatron-LM that would compile its dataset helpers for another Python.
-
-    Rank 0 runs make there while all others wait for it, and make takes Python from PATH. A wheel
-    has the compiled helpers, and no Makefile.
-    """
-    folder = Path(find_spec("megatron.core").origin).with_name("datasets")  # type: ignore[union-attr, arg-type]
-    if not (folder / "Makefile").is_file():
-        return
-    helpers = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-    headers = Path(sysconfig.get_path("include")).name
-    tools = {name: shutil.which(name) for name in ("make", "python3", "python3-config")}
-    if all(tools.values()):
-        make = ["make", "--dry-run", "-C", str(folder)]
-        command = subprocess.run(make, capture_output=True, text=True).stdout
-        if " -o " not in command and (folder / helpers).is_file():
-            return
-        # pybind11 of that Python prints the folder of its headers.
-        if re.search(rf"/{headers}\b.* -o {re.escape(helpers)}$", command, re.MULTILINE):
-            return
-    path = ":".join(dict.fromkeys([str(Path(sys.executable).parent), f"{sys.base_prefix}/bin"]))
-    raise SettingsError(
-        f"PATH: expected make, and python3 and python3-config of {sys.executable} with pybind11, "
-        f"to compile the dataset helpers in {folder}; got {', '.join(map(str, tools.values()))}. "
-        f"Type: PATH={path}:$PATH torchrun ..."
-    )
 
 
 def _has_gpu() -> bool:
@@ -153,13 +119,9 @@ def _list_patches() -> int:
     from megatron_muon.mcore.versions import check_versions
 
     check_versions()
-    from megatron_muon.mcore.patches import BRIDGE_PATCHES, LATER_PATCHES, PATCHES, V2_PATCHES
-    from megatron_muon.mcore.relied_on import RELIED_ON, V2_RELIED_ON
+    from megatron_muon.mcore.patches import PATCHES
 
-    patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES, *BRIDGE_PATCHES)
-    lines = [f"{patch.symbol}: {patch.purpose}" for patch in patches]
-    lines += [f"{symbol}: relied on" for symbol in (*RELIED_ON, *V2_RELIED_ON)]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.writelines(f"{patch.symbol}: {patch.purpose}\n" for patch in PATCHES)
     return 0
 
 
@@ -181,16 +143,7 @@ def _end_with(text: str) -> None:
 
 
 def _report(device: str) -> None:
-    """Log one line for the versions and one for the patches."""
-    from megatron_muon.mcore.enable import num_patches
     from megatron_muon.mcore.versions import installed_versions
 
-    versions = installed_versions()
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    logger.info("%s, device %s", listed, device)
-    logger.info(
-        "megatron-core %s patched: %s changes (python -m megatron_muon %s shows them)",
-        versions["megatron-core"],
-        num_patches(),
-        _LIST_PATCHES,
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+    logger.info("%s, device %s; %s shows what is patched", versions, device, _LIST_PATCHES)

@@ -14,6 +14,7 @@ Files, each importing only those above it::
     muon                FSDPZeROTensorParallelMuon, its step, and its second moments
     qk_clip             clips main weights between step and installation
     options             settings without a field in OptimizerConfig
+    gradient_repairs    upstream defects of gradients: scale, norm and fused accumulation
     chunks              operations of a step on a model chunk
     arguments           command-line flags, and their checks
     splits              tags the rows that are orthogonalized separately; routes parameters
@@ -26,8 +27,6 @@ Files, each importing only those above it::
     chained_optimizer   FSDPMuonChainedOptimizer, and its check of gradients
     bridge_trainer      functions of Megatron-Bridge that are wrapped
     factory             build_megatron_fsdp_emerging_optimizer
-    gradient_repairs    upstream defects of gradients: scale, norm and fused accumulation
     patches             the patches of megatron
     enable              applies the patches, and reverts them
-    parity              losses of a small GPT under Megatron-FSDP and under DDP
 """

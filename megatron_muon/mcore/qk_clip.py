@@ -18,9 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_muon.mcore.fsdp_model import is_wrapped, sharded_module, sharded_parameters
-from megatron_muon.mcore.unsupported import QK_CLIP_UNSUPPORTED, unsupported_settings
 from megatron_muon.rows.megatron_fsdp import own_rows, tensor_shard_shape
-from megatron_muon.user_errors import SettingsError
 
 # Layers of an attention module that upstream's clip_qk clips.
 _CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
@@ -53,7 +51,6 @@ def clip_row_shards(fsdp_module: Any) -> None:
         fsdp_module: The ``sharded_module()`` of a chunk, whose main weights have been stepped.
 
     Raises:
-        SettingsError: Upstream's clip fails for the configuration.
         RuntimeError: Attention records no logits.
 
     Communication: see ``_reduced()``; clipping itself is local.
@@ -62,9 +59,6 @@ def clip_row_shards(fsdp_module: Any) -> None:
     config: Any = getattr(fsdp_module, "config", None)
     if not getattr(config, "qk_clip", False):
         return
-    # Command lines were checked before; a script would fail at the first large logit.
-    if problems := unsupported_settings(vars(config), QK_CLIP_UNSUPPORTED):
-        raise SettingsError("\n  ".join(["QK-clip under Megatron-FSDP:", *problems]))
     largest = 0.0
     params = sharded_parameters(fsdp_module)
     for name, attention, logits, layer_max in _reduced(fsdp_module):
