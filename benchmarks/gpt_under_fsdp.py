@@ -55,7 +55,7 @@ def build_muon(model: Any, **options: Any) -> Any:
 
     Args:
         model: See ``build_gpt()``.
-        **options: Arguments of ``build_megatron_fsdp_emerging_optimizer``.
+        **options: Fields of ``MuonOptions``.
     """
     from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 
@@ -70,8 +70,9 @@ def build_muon(model: Any, **options: Any) -> Any:
         muon_nesterov=True,
         muon_scalar_optimizer="lion",
     )
+    vars(config).update(options)
     return megatron_muon.build_megatron_fsdp_emerging_optimizer(
-        config, [model], get_standard_config_overrides(config), **options
+        config, [model], get_standard_config_overrides(config)
     )
 
 

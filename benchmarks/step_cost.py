@@ -41,7 +41,6 @@ LAYERS, HIDDEN, HEADS = 8, 128, 4
 
 def build_optimizer(model: Any) -> Any:
     """Build Muon and Lion as on a GPU."""
-    import megatron_muon
     from megatron_muon.plan.cost import CostModel
     from megatron_muon.runtime import local_rows
 
@@ -53,7 +52,7 @@ def build_optimizer(model: Any) -> Any:
     others = ("num_ns_steps", "backends", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
     cost_model = ",".join(f"{name}={value}" for name, value in rates.items())
-    return build_muon(model, exchange=megatron_muon.ExchangeSettings(cost_model=cost_model))
+    return build_muon(model, muon_fsdp_cost_model=cost_model)
 
 
 def run_backward(model: Any, optimizer: Any, seed: int) -> None:

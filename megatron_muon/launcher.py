@@ -153,13 +153,9 @@ def _list_patches() -> int:
     from megatron_muon.mcore.versions import check_versions
 
     check_versions()
-    from megatron_muon.mcore.patches import BRIDGE_PATCHES, LATER_PATCHES, PATCHES, V2_PATCHES
-    from megatron_muon.mcore.relied_on import RELIED_ON, V2_RELIED_ON
+    from megatron_muon.mcore.patches import PATCHES
 
-    patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES, *BRIDGE_PATCHES)
-    lines = [f"{patch.symbol}: {patch.purpose}" for patch in patches]
-    lines += [f"{symbol}: relied on" for symbol in (*RELIED_ON, *V2_RELIED_ON)]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.writelines(f"{patch.symbol}: {patch.purpose}\n" for patch in PATCHES)
     return 0
 
 
@@ -181,16 +177,7 @@ def _end_with(text: str) -> None:
 
 
 def _report(device: str) -> None:
-    """Log one line for the versions and one for the patches."""
-    from megatron_muon.mcore.enable import num_patches
     from megatron_muon.mcore.versions import installed_versions
 
-    versions = installed_versions()
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    logger.info("%s, device %s", listed, device)
-    logger.info(
-        "megatron-core %s patched: %s changes (python -m megatron_muon %s shows them)",
-        versions["megatron-core"],
-        num_patches(),
-        _LIST_PATCHES,
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+    logger.info("%s, device %s; %s shows what is patched", versions, device, _LIST_PATCHES)

@@ -93,12 +93,11 @@ def main() -> None:
     optimizer_config = OptimizerConfig(
         optimizer="muon", lr=0.01, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=True
     )
-    # get_megatron_optimizer(optimizer_config, [model]) builds the same, with default settings.
+    # Settings of this package are attributes, with the names of the flags.
+    optimizer_config.muon_fsdp_comm_dtype = "bf16"
+    # get_megatron_optimizer(optimizer_config, [model]) builds the same.
     optimizer = megatron_muon.build_megatron_fsdp_emerging_optimizer(
-        optimizer_config,
-        [model],
-        get_standard_config_overrides(optimizer_config),
-        exchange=megatron_muon.ExchangeSettings(comm_dtype="bf16"),
+        optimizer_config, [model], get_standard_config_overrides(optimizer_config)
     )
 
     generator = torch.Generator(device="cpu").manual_seed(dist.get_rank())

@@ -29,5 +29,4 @@ Files, each importing only those above it::
     factory             build_megatron_fsdp_emerging_optimizer
     patches             the patches of megatron
     enable              applies the patches, and reverts them
-    parity              losses of a small GPT under Megatron-FSDP and under DDP
 """

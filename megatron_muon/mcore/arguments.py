@@ -4,11 +4,11 @@
 
 import argparse
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
@@ -17,10 +17,8 @@ from megatron_muon.mcore.unsupported import (
     FSDP_UNSUPPORTED,
     MUON_OPTIMIZERS,
     raise_where_refused,
-    unsupported_settings,
 )
 from megatron_muon.mcore.versions import IncompatibleMegatronError
-from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings
 from megatron_muon.user_errors import SettingsError, in_flags
 
@@ -73,18 +71,9 @@ _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _refuse(known: Mapping[str, Any], text: str) -> NoReturn:
-    """Raise an error of argparse, with the flags that look like unknown ones."""
-    unknown = text.partition("unrecognized arguments: ")[2].split()
-    near = ", ".join(flag for word in unknown for flag in get_close_matches(word, known, 1))
-    if "'match_adamw'" in text:
-        near = "--muon-scale-mode spectral --muon-extra-scale-factor 0.2"
-    raise SettingsError(f"{text}. Did you mean {near}?" if near else text)
-
-
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this package, and let errors be one line: Megatron has 1,600 of usage."""
-    parser.error = functools.partial(_refuse, parser._option_string_actions)  # type: ignore[method-assign]
+    """Add the flags of this package, and shorten the usage in errors: Megatron has 1,600 lines."""
+    parser.usage = "%(prog)s [FLAGS]; --help lists them"
     # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
     defaults = dataclasses.asdict(ExchangeSettings())
@@ -100,7 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse settings that cannot work under Megatron-FSDP with Muon or QK-clip, or with splits.
+    """Refuse settings that cannot work under Megatron-FSDP, or without it.
 
     Args:
         args: The parsed command line, before Megatron validates it.
@@ -111,27 +100,28 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if getattr(args, "megatron_fsdp_version", 1) == 2 and PATCHED.v2_problems:
         raise IncompatibleMegatronError(PATCHED.v2_problems)
-    is_ours = args.use_megatron_fsdp and args.optimizer in MUON_OPTIMIZERS
-    if getattr(args, "muon_fsdp_log_metrics", False) and not is_ours:
-        raise SettingsError(
-            "--muon-fsdp-log-metrics: expected --use-megatron-fsdp with --optimizer muon or "
-            f"adaptive_muon, got --optimizer {args.optimizer}. Leave the flag out."
-        )
-    if args.use_megatron_fsdp and args.optimizer not in ("adam", "sgd"):
-        # All problems are reported at once: a queued job should not fail a second time.
-        refusals = unsupported_settings(vars(args))
-        try:
-            MuonOptions.of(args).exchange.comm_dtypes(args.muon_fp32_matmul_prec == "medium")
-        except ValueError as error:
-            refusals.append(in_flags(str(error)))
-        refusals += _split_refusals(args)
-        raise_where_refused(args.optimizer, refusals)
-    elif args.use_megatron_fsdp:
-        raise_where_refused(args.optimizer, unsupported_settings(vars(args), FSDP_UNSUPPORTED))
-    elif args.optimizer in MUON_OPTIMIZERS:
-        refusals = _split_refusals(args)
-        if refusals:
-            raise SettingsError("\n  ".join([f"--optimizer {args.optimizer}:", *refusals]))
+    if not args.use_megatron_fsdp or args.optimizer not in MUON_OPTIMIZERS:
+        for flag in (flag for flag, settings in _OTHER_FLAGS.items() if "action" in settings):
+            name = flag[2:].replace("-", "_")
+            # A later release may have a flag of this name.
+            if getattr(args, name, False) and not hasattr(OptimizerConfig, name):
+                raise SettingsError(
+                    f"{flag}: expected --use-megatron-fsdp with --optimizer muon or adaptive_muon, "
+                    f"got --optimizer {args.optimizer}. Leave the flag out."
+                )
+    if not args.use_megatron_fsdp:
+        return
+    if args.optimizer in ("adam", "sgd"):
+        raise_where_refused(vars(args), FSDP_UNSUPPORTED)
+        return
+    # All problems are reported at once: a queued job should not fail a second time.
+    more, options = [], MuonOptions.of(args)
+    try:
+        options.exchange.comm_dtypes(args.muon_fp32_matmul_prec == "medium")
+        _ = options.splits, options.momentum_dtype
+    except ValueError as error:
+        more.append(in_flags(str(error)))
+    raise_where_refused(vars(args), more=more)
 
 
 def adapt_arguments(args: argparse.Namespace) -> None:
@@ -145,44 +135,14 @@ def adapt_arguments(args: argparse.Namespace) -> None:
     if not args.use_megatron_fsdp:
         return
     if args.optimizer == "dist_muon":
-        logger.info("--optimizer dist_muon means muon: Megatron-FSDP shards its state")
         args.optimizer = "muon"
+    if args.optimizer in MUON_OPTIMIZERS:
+        # Megatron's configuration asserts float32 without its precision-aware Adam. Scripts may
+        # validate twice.
+        args.muon_momentum_dtype = getattr(args, "muon_momentum_dtype", args.exp_avg_dtype)
+        args.exp_avg_dtype = "fp32"
     if args.pipeline_model_parallel_size > 1:
-        logger.info("--no-align-grad-reduce is set: Megatron-FSDP cannot align stages")
         args.align_grad_reduce = False
-
-
-def _split_refusals(args: argparse.Namespace) -> list[str]:
-    """List the flags for splits that cannot work, as sentences."""
-    refusals, options = [], MuonOptions.of(args)
-    try:
-        splits = options.splits
-    except ValueError as error:
-        return [str(error)]
-    if args.optimizer == "lion" and (
-        splits != Splits(qkv=splits.qkv) or options.moe_router_skip_muon
-    ):
-        return [
-            "--muon-split-glu, --muon-split-mla, --muon-split-qkv-per-head and "
-            "--moe-router-skip-muon: expected --optimizer muon or adaptive_muon, got lion, which "
-            "orthogonalizes nothing. Leave them out."
-        ]
-    is_upstream_joined = not args.use_megatron_fsdp and args.muon_tp_mode != "blockwise"
-    if splits.per_head and args.tensor_model_parallel_size > 1 and is_upstream_joined:
-        refusals.append(
-            "--muon-split-qkv-per-head: expected --muon-tp-mode blockwise where upstream's Muon "
-            f"orthogonalizes, got {args.muon_tp_mode}, which joins one head of each "
-            "tensor-parallel rank to a matrix. Use --use-megatron-fsdp, or blockwise."
-        )
-    is_layer_wise = args.optimizer == "dist_muon" or getattr(
-        args, "use_layer_wise_distributed_optimizer", False
-    )
-    if is_layer_wise and options.moe_router_skip_muon:
-        refusals.append(
-            "--moe-router-skip-muon: expected another optimizer than the layer-wise one, which "
-            "chooses buffers by its own rule. Leave the flag out."
-        )
-    return refusals
 
 
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,11 +172,6 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
             requested,
         )
         args.optimizer = "adam"
-        if requested in MUON_OPTIMIZERS:
-            # Megatron's configuration asserts float32 without its precision-aware Adam. Scripts may
-            # validate twice.
-            args.muon_momentum_dtype = getattr(args, "muon_momentum_dtype", args.exp_avg_dtype)
-            args.exp_avg_dtype = "fp32"
         try:
             return original(args, defaults)
         finally:

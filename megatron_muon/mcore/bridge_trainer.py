@@ -12,20 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
-from megatron_muon.mcore.checkpoint_folders import METADATA, find_checkpoint
-from megatron_muon.mcore.checkpoint_load import (
-    Comparison,
-    find_together,
-    load_compared,
-    read_once,
-)
-from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint
-from megatron_muon.mcore.checkpoint_save import ReplacingFileSystemWriter
+from megatron_muon.mcore.checkpoint_folders import find_checkpoint
+from megatron_muon.mcore.checkpoint_load import Comparison, find_together, load_compared
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkpoint
 from megatron_muon.mcore.metrics_log import LoggedRun
-from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+from megatron_muon.mcore.unsupported import raise_where_refused
 
 
 def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,18 +40,15 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         comparison = Comparison(
             checkpoint,
             ("model", "optimizer") if is_strict else ("optimizer",),
-            lambda: (
-                f"{checkpoint.folder} does not fit the optimizer or the model of this run. If only "
-                "the optimizer differs, checkpoint.load_optim=False or checkpoint.finetune=True "
-                "loads the weights and starts momentum at zero. Nothing was loaded."
-            ),
+            f"{checkpoint.folder} does not fit the optimizer or the model of this run. If only "
+            "the optimizer differs, checkpoint.load_optim=False or checkpoint.finetune=True "
+            "loads the weights and starts momentum at zero. Nothing was loaded.",
         )
         # Other trainers pass a model's configuration, or none.
-        scheduler = getattr(call["cfg"], "scheduler", None)
-        loads_schedule = getattr(scheduler, "use_checkpoint_opt_param_scheduler", False)
-        return load_compared(
-            load, call["sharded_state_dict"], comparison, loads_schedule=loads_schedule
-        )
+        if scheduler := getattr(call["cfg"], "scheduler", None):
+            name = "use_checkpoint_opt_param_scheduler"
+            setattr(call["cfg"].optimizer, name, getattr(scheduler, name))
+        return load_compared(load, call["sharded_state_dict"], comparison)
 
     return load_fsdp_dtensor_checkpoint
 
@@ -77,27 +66,11 @@ def _locate(call: Mapping[str, Any]) -> StoredCheckpoint:
     """Read the checkpoint that ``load_fsdp_dtensor_checkpoint`` is about to load."""
     from megatron.bridge.training.checkpointing import get_checkpoint_name
 
-    folder, release, iteration = (
-        call["checkpoint_path_override"],
-        call["release"],
-        call["iteration"],
-    )
-    path = Path(folder or get_checkpoint_name(call["load_dir"], iteration, release))
+    folder, release = call["checkpoint_path_override"], call["release"]
+    path = Path(folder or get_checkpoint_name(call["load_dir"], call["iteration"], release))
     if folder is None and not release:
-        path = find_checkpoint(path.parent, iteration)
-    return read_once(path, (path / METADATA).stat().st_mtime_ns)
-
-
-def replace_in_one_step(original: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Wrap ``_create_fsdp_dtensor_storage_writer``: torch's writer overwrites an earlier save."""
-
-    def _create_fsdp_dtensor_storage_writer(checkpoint_path: str) -> Any:
-        writer = original(checkpoint_path)
-        # Not that of a multi-storage client.
-        is_torchs = type(writer) is dcp.FileSystemWriter
-        return ReplacingFileSystemWriter(checkpoint_path) if is_torchs else writer
-
-    return _create_fsdp_dtensor_storage_writer
+        path = find_checkpoint(path.parent, call["iteration"])
+    return read_checkpoint(path)
 
 
 def leave_stages_unaligned(original: Callable[..., None]) -> Callable[..., None]:
@@ -129,8 +102,7 @@ def check_before_training(original: Callable[..., Any]) -> Callable[..., Any]:
         call = _arguments(original, args, kwargs)
         optimizer, state = call["optimizer"], call["global_state"]
         if isinstance(optimizer, FSDPMuonChainedOptimizer):
-            name = state.cfg.optimizer.optimizer
-            raise_where_refused(name, unsupported_settings(_settings(state.cfg)))
+            raise_where_refused(_settings(state.cfg))
             if optimizer.metrics_log is not None:
                 optimizer.metrics_log.run = functools.partial(_run, state)
         return original(*args, **kwargs)

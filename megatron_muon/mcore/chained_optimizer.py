@@ -194,7 +194,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 if not child.is_stub_optimizer and not _is_muon(child):
                     # The inner step alone: the wrapper's would install weights, see above.
                     child.optimizer.step()
-                    checkpoint_state.count_step_of_empty_shards(child.optimizer)
         self._is_changing = False
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self._chunks:
@@ -228,9 +227,13 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         The tensors belong to the optimizers, and carry their row offsets:
         ``torch.distributed.checkpoint`` saves them, and loads them in place on any number of ranks.
+
+        Communication: see ``agree_on_step()``, for every inner optimizer.
         """
         if self.muon_step is not None:
             self.muon_step.publish_moments()
+        for child in self.chained_optimizers:
+            checkpoint_state.agree_on_step(child)
         return checkpoint_state.pack(self.chained_optimizers, self._state_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -252,37 +255,18 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """
         arguments = self.chained_optimizers, self._state_names, state_dict
         checkpoint_state.raise_where_state_does_not_fit(*arguments)
-        checkpoint_state.unpack(*arguments)
+        name = "use_checkpoint_opt_param_scheduler"
+        checkpoint_state.unpack(*arguments, loads_schedule=getattr(self.config, name, False))
         if self.muon_step is not None:
             self.muon_step.collect_moments()
         self._is_changing = False
         self.reload_model_params()
 
-    def sharded_state_dict(
-        self,
-        model_sharded_state_dict: Mapping[str, Any] | None = None,
-        is_loading: bool = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return ``state_dict()``, which is saved, or filled in place when loading.
 
         Unlike upstream, no step creates the state: it exists from construction.
-
-        Args:
-            model_sharded_state_dict: Unused.
-            is_loading: Unused.
-            **kwargs: ``metadata``; its ``distrib_optim_sharding_type`` is checked.
-
-        Raises:
-            ValueError: Another sharding type than ``fsdp_dtensor``.
         """
-        metadata = kwargs.get("metadata") or {}
-        sharding_type = metadata.get("distrib_optim_sharding_type", "fsdp_dtensor")
-        if sharding_type != "fsdp_dtensor":
-            raise ValueError(
-                f"distrib_optim_sharding_type: expected fsdp_dtensor, got {sharding_type}. Use "
-                "--ckpt-format fsdp_dtensor."
-            )
         return self.state_dict()
 
 

@@ -5,8 +5,8 @@
 A load::
 
     find_before_loading       wraps _load_base_checkpoint, which a load calls twice
-        1. locate             the same checkpoint on all ranks; its files have their lengths
-        2. locate, adapt      random states, and group settings that the checkpoint lacks
+        1. find_together      the same checkpoint on all ranks; its files have their lengths
+        2. load_compared      random states, and group settings that the checkpoint lacks
     rename_and_compare    names and shapes of tensors, in the second call
     upstream                  torch.distributed.checkpoint loads into the tensors of the run
     load_state_dict           of the optimizer adopts group settings, and installs main weights
@@ -16,15 +16,14 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
-from megatron.core.utils import get_model_config, log_single_rank
+from megatron.core.utils import log_single_rank
 
 from megatron_muon.mcore.checkpoint_folders import (
     METADATA,
@@ -35,7 +34,6 @@ from megatron_muon.mcore.checkpoint_folders import (
 )
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, find_misfits, read_checkpoint
 from megatron_muon.mcore.checkpoint_state import (
-    LOADS_SCHEDULE,
     describe_differences,
     rename_layers,
 )
@@ -45,16 +43,16 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
+_DAMAGED = (
+    "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "
+    + _NOTHING_LOADED
+)
 _MEAN_OF_TWO = (
     "loaded %s; Megatron prints the mean loss of the first two iterations in the second one, which "
     "therefore differs from that of an uninterrupted run; weights and state do not"
 )
 # Entry of a state dict on load, like upstream's ``_model``, with a Comparison; absent on save.
 _COMPARISON = "_megatron_muon_comparison"
-# Names of experts contain their global index.
-_EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
-# Names of states that differ by tensor-parallel rank (muon.py, TensorParallelMoments).
-_TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
 _GENERATOR = re.compile(r"rng_state\.(\([^)]*\))")
 
 
@@ -65,12 +63,12 @@ class Comparison(NamedTuple):
         checkpoint: The checkpoint.
         strict_parts: Parts of the state dict (``model``, ``optimizer``) whose differences are
             errors; elsewhere they are warnings.
-        advice: Returns the end of the error.
+        advice: End of the error.
     """
 
     checkpoint: StoredCheckpoint
     strict_parts: tuple[str, ...]
-    advice: Callable[[], str]
+    advice: str
 
 
 def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,8 +78,7 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     is missing beside finished checkpoints. Without any checkpoint it still does: that is how a
     first run with ``--load`` and ``--save`` on one folder begins.
 
-    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Every rank
-        reads ``.metadata`` once; the bytes of tensors are read by upstream's load alone.
+    Communication: see ``find_together()`` and ``rename_and_compare()``.
     """
 
     def _load_base_checkpoint(
@@ -99,22 +96,22 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         # Upstream checks the formats of other strategies.
         if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
             return load()
-        folder, step = Path(load_dir), getattr(args, "ckpt_step", None)
         # load_checkpoint calls this first with rank0, for the arguments of the saved run.
-        checkpoint = find_together(lambda: _locate(folder, step), checks_files=rank0)
-        if rank0 or checkpoint is None:
-            return load()
-        read_once.cache_clear()
+        checkpoint = find_together(
+            lambda: _locate(Path(load_dir), args.ckpt_step), checks_files=rank0
+        )
         # Upstream can load a GPT's layers into a hybrid model, and translates the names later.
-        if sharded_state_dict is None or kwargs.get("gpt_compat_layer_maps") is not None:
+        is_translated = kwargs.get("gpt_compat_layer_maps") is not None
+        if sharded_state_dict is None or checkpoint is None or is_translated:
             return load()
         comparison = Comparison(
             checkpoint,
             ("model", "optimizer") if args.strict_fsdp_dtensor_load else (),
-            functools.partial(_advice, checkpoint, args),
+            f"Load {checkpoint.folder} with the model, the pipeline stages and the optimizer that "
+            "saved it. If only the optimizer differs, or its state is missing, --no-load-optim or "
+            f"--finetune loads the weights and starts momentum at zero. {_NOTHING_LOADED}",
         )
-        loads_schedule = getattr(args, "use_checkpoint_opt_param_scheduler", False)
-        result = load_compared(load, sharded_state_dict, comparison, loads_schedule=loads_schedule)
+        result = load_compared(load, sharded_state_dict, comparison)
         if args.log_interval == 1:
             log_single_rank(logger, logging.INFO, _MEAN_OF_TWO, checkpoint.folder)
         return result
@@ -130,9 +127,11 @@ def find_together(
     Args:
         find: Reads the table of contents, or returns None if there is no checkpoint.
         checks_files: Whether to compare the files with the table, one share per rank.
+
+    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks, of a
+        process group that may not exist yet.
     """
-    checkpoint, problems = _attempt(find)
-    _raise_together(problems, _NOTHING_LOADED)
+    checkpoint = _on_all_ranks(find, _NOTHING_LOADED)
     if not dist.is_initialized():
         return checkpoint
     raise_where_ranks_differ(
@@ -144,42 +143,65 @@ def find_together(
         "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
     )
     if checks_files and checkpoint is not None:
-        _raise_where_damaged(checkpoint)
+        # All files on every rank would overload the file system of a large job.
+        misfits = _on_all_ranks(
+            lambda: find_misfits(checkpoint, dist.get_rank(), dist.get_world_size()), _DAMAGED
+        )
+        raise_where_any_rank_fails(misfits, None, current_device(), _DAMAGED)
     return checkpoint
 
 
 def load_compared(
-    load: Callable[[], Any],
-    state_dict: dict[str, Any],
-    comparison: Comparison,
-    *,
-    loads_schedule: bool,
+    load: Callable[[], Any], state_dict: dict[str, Any], comparison: Comparison
 ) -> Any:
-    """Let a trainer load a checkpoint after ``rename_and_compare()`` has compared it.
+    """Let a trainer load a checkpoint into a state dict, after a comparison.
 
     Args:
-        load: Loads into the state dict; its result begins with the loaded one.
-        state_dict: State dict of the run.
-        comparison: What to compare.
-        loads_schedule: Whether the schedule comes from the checkpoint.
+        load: Loads into the state dict.
+        state_dict: State dict of the run. It gets the comparison, for ``rename_and_compare()``,
+            whose result upstream loads: upstream passes its model in the same way. It also gets a
+            stored random state: there is one per stage and tensor-parallel rank, and a missing one
+            is replaced by another.
+        comparison: The checkpoint, and how it is compared.
     """
-    set_aside = _adapt(state_dict, comparison)
+    checkpoint = comparison.checkpoint
+    state_dict[_COMPARISON] = comparison
+    generators = {match[1] for key in checkpoint.objects if (match := _GENERATOR.match(key))}
+    random = state_dict.get("rng_state")
+    if generators and isinstance(random, Mapping) and not random.keys() <= generators:
+        state_dict["rng_state"] = dict(zip(sorted(generators), random.values(), strict=False))
+    if "optimizer" not in state_dict:
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "%s: loading weights without optimizer state (--no-load-optim or --finetune); "
+            "momentum starts at zero",
+            checkpoint.folder,
+        )
+        return load()
+    # Group settings that the checkpoint lacks come from flags. The step count stays, so that DCP
+    # refuses a checkpoint without.
+    stored, set_aside = checkpoint.metadata.state_dict_metadata, []
+    for name, settings in state_dict["optimizer"]["param_to_group_meta"].items():
+        prefix = f"optimizer.param_to_group_meta.{name}."
+        lacking = [key for key in settings if key != "step" and prefix + key not in stored]
+        set_aside.append((settings, {key: settings.pop(key) for key in lacking}))
     result = load()
     for settings, flags in set_aside:
         settings.update(flags)
-    if "optimizer" in result[0]:
-        result[0]["optimizer"][LOADS_SCHEDULE] = loads_schedule
     return result
 
 
-def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """Call a function; return its error as a problem, for all ranks to raise together."""
+def _on_all_ranks[T](call: Callable[[], T], advice: str) -> T:
+    """Call a function, and raise on all ranks where it raises on one."""
+    problems = []
     try:
-        return call(), []
-    except CheckpointError as error:
-        return None, str(error).splitlines()
+        result = call()
     except Exception as error:  # the other ranks would wait for this one
-        return None, [f"{type(error).__name__}: {error}"]
+        is_known = isinstance(error, CheckpointError)
+        problems = str(error).splitlines() if is_known else [f"{type(error).__name__}: {error}"]
+    raise_where_any_rank_fails(problems, None, current_device(), advice)
+    return result
 
 
 def _locate(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
@@ -198,73 +220,13 @@ def _locate(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
             f"{tracker}: expected an iteration beside --ckpt-step {iteration}, got 'release', "
             "which Megatron loads instead. Drop --ckpt-step, or write the iteration into it."
         )
-    path = find_checkpoint(folder, iteration or None)
-    return read_once(path, (path / METADATA).stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1)
-def read_once(folder: Path, changed: int) -> StoredCheckpoint:
-    """Read a table of contents once for the two calls of a load.
-
-    Args:
-        folder: Folder of the checkpoint.
-        changed: Time of its last change, so that a new save is read anew.
-    """
-    return read_checkpoint(folder)
-
-
-def _adapt(
-    state_dict: dict[str, Any], comparison: Comparison
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Adapt a state dict to the entries of a checkpoint.
-
-    Args:
-        state_dict: Gets the comparison, for ``rename_and_compare()``, and a stored random
-            state: there is one per stage and tensor-parallel rank, and a missing one is replaced by
-            another.
-        comparison: The checkpoint, and how it is compared.
-
-    Returns:
-        Dictionaries of group settings with the settings that are removed, as the checkpoint lacks
-        them: they come from flags. The step count stays, so that DCP refuses a checkpoint without.
-    """
-    checkpoint = comparison.checkpoint
-    state_dict[_COMPARISON] = comparison
-    generators = {match[1] for key in checkpoint.objects if (match := _GENERATOR.match(key))}
-    random = state_dict.get("rng_state")
-    if generators and isinstance(random, Mapping) and not random.keys() <= generators:
-        state_dict["rng_state"] = dict(zip(sorted(generators), random.values(), strict=False))
-    if "optimizer" not in state_dict:
-        log_single_rank(
-            logger,
-            logging.WARNING,
-            "%s: loading weights without optimizer state (--no-load-optim or --finetune); "
-            "momentum starts at zero",
-            checkpoint.folder,
-        )
-        return []
-    stored = checkpoint.metadata.state_dict_metadata
-    # Equal on all ranks.
-    has_states = any(key.startswith("optimizer.state.") for key in stored)
-    if "optimizer" in comparison.strict_parts and not has_states:
-        raise CheckpointError(
-            f"{checkpoint.folder}: expected optimizer state, got none, as --no-save-optim leaves "
-            "it out. Pass --no-load-optim, which loads the weights and starts momentum at zero. "
-            + _NOTHING_LOADED
-        )
-    set_aside = []
-    for name, settings in state_dict["optimizer"]["param_to_group_meta"].items():
-        prefix = f"optimizer.param_to_group_meta.{name}."
-        lacking = [key for key in settings if key != "step" and prefix + key not in stored]
-        set_aside.append((settings, {key: settings.pop(key) for key in lacking}))
-    return set_aside
+    return read_checkpoint(find_checkpoint(folder, iteration or None))
 
 
 def rename_and_compare(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``preprocess_fsdp_dtensor_state_dict``: its result is loaded or saved next.
 
-    Communication: for a load one all-reduce of an int32 over all ranks, and with pipeline stages an
-        all-gather of names as objects over the pipeline.
+    Communication: for a load one all-reduce of an int32 over all ranks, and ``find_differences()``.
     """
 
     def preprocess_fsdp_dtensor_state_dict(
@@ -280,20 +242,22 @@ def rename_and_compare(original: Callable[..., Any]) -> Callable[..., Any]:
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
         if comparison is None:
             return state_dict
-        config = get_model_config(model)
-        shapes, stages = _expected_shapes(state_dict), list[set[str]]()
-        if config.pipeline_model_parallel_size > 1:
-            # Other pipeline stages load other names.
-            group = mpu.get_pipeline_model_parallel_group()
-            stages = [set()] * group.size()
-            dist.all_gather_object(stages, {*shapes}, group=group)
-        problems = find_differences(
-            comparison.checkpoint, shapes, config.num_moe_experts, set().union(*stages)
-        )
+        shapes = {
+            key: tuple(value.shape)
+            for part in ("model", "optimizer")
+            for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        problems = find_differences(comparison.checkpoint, shapes)
         is_strict = [text.startswith(comparison.strict_parts) for text in problems]
         # Collective on all ranks or on none: the parts are the same everywhere.
         if comparison.strict_parts:
-            _raise_together(list(itertools.compress(problems, is_strict)), comparison.advice())
+            raise_where_any_rank_fails(
+                list(itertools.compress(problems, is_strict)),
+                None,
+                current_device(),
+                comparison.advice,
+            )
         if problems:
             logger.warning("Not loaded, and as they were before: %s", "; ".join(problems))
         return state_dict
@@ -302,100 +266,41 @@ def rename_and_compare(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_differences(
-    checkpoint: StoredCheckpoint,
-    shapes: Mapping[str, tuple[int, ...]],
-    num_experts: int | None,
-    other_stages: Iterable[str] = (),
+    checkpoint: StoredCheckpoint, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """Compare the tensors of the model and of the optimizer's state by name and shape.
 
     Args:
         checkpoint: The stored tensors.
-        shapes: Shapes of the expected tensors by their names in checkpoints.
-        num_experts: Global number of experts of the model.
-        other_stages: Names of tensors that other pipeline stages expect.
+        shapes: Shapes of the tensors that this rank expects, by their names in checkpoints.
 
     Returns:
         One sentence per module or parameter with missing weights or states, other shapes, or
-        unexpected tensors that a load would drop.
+        tensors that no rank expects, so that a load would drop them.
+
+    Communication: an all-reduce of a byte per stored tensor over all ranks: other pipeline stages
+        and other ranks of experts expect other tensors.
     """
-    # A rank expects only its experts; names of the others differ in the index.
-    names = {*shapes, *other_stages}
-    patterns = {_pattern(key, num_experts) for key in names}
-    parts = {key.partition(".")[0] for key in names}
-    stored = {
-        key: tuple(tensor.size)
-        for key, tensor in checkpoint.tensors.items()
-        if key in shapes
-        or (key.partition(".")[0] in parts and _pattern(key, num_experts) not in patterns)
+    stored = {key: tuple(tensor.size) for key, tensor in checkpoint.tensors.items()}
+    expected = torch.tensor([key in shapes for key in stored], dtype=torch.uint8)
+    expected = expected.to(current_device())
+    dist.all_reduce(expected, op=dist.ReduceOp.MAX)
+    parts = {key.partition(".")[0] for key in shapes}
+    of_others = {
+        key
+        for key, is_expected in zip(stored, expected.tolist(), strict=True)
+        if key not in shapes and (is_expected or key.partition(".")[0] not in parts)
     }
     # DCP silently ignores both: missing tensors keep their random or zero values.
-    return describe_differences(shapes, stored)
-
-
-def _expected_shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the expected tensors by their names in checkpoints."""
-    return {
-        key: tuple(value.shape)
-        for part in ("model", "optimizer")
-        for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _pattern(key: str, num_experts: int | None) -> str:
-    """Return a name without the indices of the model's experts, which differ between ranks."""
-    key, expert = _TENSOR_RANK.sub(r"\1*\2", key), _EXPERT.search(key)
-    is_of_model = expert is not None and int(expert[2]) < (num_experts or 0)
-    return _EXPERT.sub(r"\1*", key) if is_of_model else key
-
-
-def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
-    # Best effort: this text accompanies an error, and must not raise another one.
-    saved, _ = _attempt(checkpoint.read_args)
-    stages_then, stages_now = (
-        getattr(run, "pipeline_model_parallel_size", 1) for run in (saved, args)
+    return describe_differences(
+        shapes, {key: shape for key, shape in stored.items() if key not in of_others}
     )
-    is_tied = not getattr(args, "untie_embeddings_and_output_weights", True)
-    if is_tied and stages_then != stages_now:
-        return (
-            f"{checkpoint.folder} was saved with --pipeline-model-parallel-size {stages_then}, "
-            f"this run has {stages_now}: tied embeddings need the same. {_NOTHING_LOADED}"
-        )
-    return (
-        f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
-        f"this run has --optimizer {args.optimizer}. Load it with the model and optimizer that "
-        "saved it; if only the optimizer differs, --no-load-optim or --finetune loads the "
-        f"weights and starts momentum at zero. {_NOTHING_LOADED}"
-    )
-
-
-def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
-    """Compare the files of a checkpoint with its table of contents, one share per rank."""
-    # All files on every rank would overload the file system of a large job.
-    misfits, problems = _attempt(
-        lambda: find_misfits(checkpoint, dist.get_rank(), dist.get_world_size())
-    )
-    problems += misfits or []
-    _raise_together(
-        problems,
-        "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "
-        + _NOTHING_LOADED,
-    )
-
-
-def _raise_together(problems: list[str], advice: str) -> None:
-    """Raise on all ranks if one has a problem; on this rank if there is no process group yet."""
-    if dist.is_initialized():
-        raise_where_any_rank_fails(problems, None, current_device(), advice)
-    elif problems:
-        raise CheckpointError(*problems, advice)
 
 
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
 
-    def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
+    def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> Any:
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
             load_arg = "pretrained_checkpoint"
         return original(args, load_arg)

@@ -5,7 +5,7 @@
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -13,33 +13,8 @@ from typing import IO, Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
-from megatron_muon.mcore.checkpoint_folders import METADATA, TRACKER, CheckpointError
-from megatron_muon.mcore.checkpoint_reading import read_checkpoint
-
-
-def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``save_checkpoint``: its writer overwrites the files of an earlier save.
-
-    An iteration may be saved again: after a rewind, or at the end of a run that was already
-    complete. An interruption would then leave a mixture of two saves. Upstream looks up the writer
-    in torch by name, so it is replaced there while this function runs.
-    """
-
-    def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-        """Save through a writer that replaces the folder in one step."""
-        # Not at the top: a patched source tree imports this module on the way to that one.
-        from megatron.training.global_vars import get_args
-
-        if get_args().ckpt_format != "fsdp_dtensor":
-            return original(*args, **kwargs)
-        writer = dcp.FileSystemWriter
-        dcp.FileSystemWriter = ReplacingFileSystemWriter  # type: ignore[misc]
-        try:
-            return original(*args, **kwargs)
-        finally:
-            dcp.FileSystemWriter = writer  # type: ignore[misc]
-
-    return save_checkpoint
+from megatron_muon.mcore.checkpoint_folders import METADATA, TRACKER
+from megatron_muon.mcore.patching import Patch, replaced
 
 
 class _FileSystem(FileSystem):
@@ -53,10 +28,12 @@ class _FileSystem(FileSystem):
 class ReplacingFileSystemWriter(dcp.FileSystemWriter):
     """Write a checkpoint that replaces an earlier one in one step.
 
-    Every save uses new file names, and becomes the checkpoint when its metadata is renamed. Files
-    that the metadata does not name are deleted: of interrupted saves before this one begins, of the
-    earlier checkpoint after the rename.
+    Every save uses new file names, and becomes the checkpoint when its metadata is renamed. Then
+    the files of all others are deleted, and before it begins those in a folder without metadata,
+    which an interrupted save has left.
     """
+
+    _save: str
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
@@ -64,61 +41,70 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         """Name the files of all ranks after this save; called by one rank before any writes."""
-        self._remove_unused()
-        save = uuid.uuid4().hex[:8]
+        self._save = uuid.uuid4().hex[:8]
+        if not (Path(self.path) / METADATA).is_file():
+            self._remove_others()
         return [
-            replace(plan, storage_data=_StoragePrefix(f"__{rank}_{save}_"))
+            replace(plan, storage_data=_StoragePrefix(f"__{rank}_{self._save}_"))
             for rank, plan in enumerate(super().prepare_global_plan(plans))
         ]
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         """Write the metadata, then remove all other files; called by one rank."""
         super().finish(metadata, results)
-        self._remove_unused()
+        self._remove_others()
 
-    def _remove_unused(self) -> None:
-        folder = Path(self.path)
-        try:
-            is_finished = (folder / METADATA).is_file()
-            used = read_checkpoint(folder).file_sizes() if is_finished else {}
-        except CheckpointError:  # files of a damaged checkpoint may still be of use
-            return
-        for path in folder.glob("__*.distcp"):
-            if path.name not in used:
+    def _remove_others(self) -> None:
+        for path in Path(self.path).glob("__*.distcp"):
+            if self._save not in path.name:
                 path.unlink(missing_ok=True)
 
 
+# Megatron and Megatron-Bridge look the writer up by this name.
+WRITER = Patch(
+    "torch.distributed.checkpoint:FileSystemWriter",
+    "checkpoints: while one is saved, files of an earlier one are not overwritten",
+    lambda original: ReplacingFileSystemWriter,
+    applies_to="call",
+)
+
+
+def replace_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes a writer, which overwrites the files of an earlier save.
+
+    An iteration may be saved again: after a rewind, or at the end of a run that was already
+    complete. An interruption would then leave a mixture of two saves.
+    """
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with replaced(WRITER):
+            return original(*args, **kwargs)
+
+    return save
+
+
 def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the lookup of ``maybe_msc.open``: Megatron writes its tracker by it."""
+    """Wrap the lookup of ``maybe_msc.open``: Megatron writes its tracker by it.
+
+    An interruption between opening and writing would leave an empty tracker.
+    """
 
     def __getattr__(self: Any, name: str) -> Any:
         attribute = original(self, name)
-        return open_in_one_step if attribute is open else attribute
+        return _open if attribute is open else attribute
 
     return __getattr__
 
 
-def open_in_one_step(
-    path: str | os.PathLike[str] | int, mode: str = "r", *args: object, **options: object
-) -> IO[Any] | AbstractContextManager[IO[str]]:
-    """Open a file like ``open``; a written tracker replaces the old one when it is closed.
-
-    An interruption between opening and writing would else leave an empty tracker.
-    """
-    if isinstance(path, str | os.PathLike) and mode == "w" and Path(path).name == TRACKER:
-        return _replaced(Path(path))
-    return open(path, mode, *args, **options)  # type: ignore[call-overload]
+def _open(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    """Open a file like ``open``; a written tracker replaces the old one when it is closed."""
+    is_tracker = mode == "w" and str(path).endswith(TRACKER)
+    return _replaced(Path(path)) if is_tracker else open(path, mode, *args, **options)
 
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[IO[str]]:
-    """Open a file that replaces another one when it is closed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with open(temporary, "w") as file:
+        yield file
+    os.replace(temporary, path)

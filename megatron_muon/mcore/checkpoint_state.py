@@ -13,7 +13,6 @@ counts from 0. Upstream's ``DistributedOptimizer`` writes the same layout, so it
 
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,15 +26,13 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_
 from megatron.core.utils import get_model_config, log_single_rank
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.fsdp_model import current_device, is_v2
+from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"^((?:module\.)*)(.*?\blayers)\.(\d+)(?=\.|$)")
-# Entry of a loaded state dict: True if the schedule comes from the checkpoint.
-LOADS_SCHEDULE = "_megatron_muon_loads_schedule"
+_LAYER = re.compile(r"((?:module\.)*)(.*?\blayers\.)(\d+)(?=\.|$)")
 # Settings of a parameter group that training changes; the others come from flags.
 _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
@@ -46,24 +43,18 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
     Args:
         chunk: A model chunk. Without pipeline stages all names stay.
     """
-    positions: dict[tuple[str, str], int] = {}
+    numbers: dict[str, int] = {}
     has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
     for name, module in chunk.named_modules() if has_stages else ():
-        layer = _LAYER.fullmatch(name)
         number = getattr(module, "layer_number", None)
         # Layers of multi-token prediction are on one stage, and count from 0.
-        if layer and number is not None and "mtp" not in name:
-            positions[layer[2], layer[3]] = number - 1
+        if number is not None and _LAYER.fullmatch(name) and "mtp" not in name:
+            numbers[bare_name(name)] = number - 1
 
-    def rename(name: str) -> str:
-        """Return a name with the position of its layer in the whole model."""
-        layer = _LAYER.match(name)
-        if layer is None or (layer[2], layer[3]) not in positions:
-            return name
-        position = positions[layer[2], layer[3]]
-        return f"{layer[1]}{layer[2]}.{position}{name[layer.end() :]}"
+    def number_in_model(layer: re.Match[str]) -> str:
+        return f"{layer[1]}{layer[2]}{numbers.get(layer[2] + layer[3], layer[3])}"
 
-    return rename
+    return lambda name: _LAYER.sub(number_in_model, name, count=1)
 
 
 def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,10 +106,10 @@ def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
             for param in chunk.parameters():
                 update_uneven_dtensor_chunk_metadata(param)
                 weights[param] = param
-            continue
-        buffers = chunk.param_and_grad_buffer
-        for name, param in buffers.optimizer_named_parameters:
-            weights[param] = buffers.dist_main_weight[name]
+        else:
+            main = chunk.param_and_grad_buffer.dist_main_weight
+            named = chunk.param_and_grad_buffer.optimizer_named_parameters
+            weights |= {param: main[name] for name, param in named}
     return weights
 
 
@@ -165,33 +156,25 @@ def record_offsets(child: MegatronOptimizer, main_weights: Mapping[torch.Tensor,
                 setattr(value._local_tensor, name, getattr(recorded, name))
 
 
-def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Increment the step counters of empty shards: Adam skips them.
-
-    A checkpoint keeps the counter of an arbitrary rank, so it must be equal on all ranks.
-    """
-    for param, states in optimizer.state.items():
-        if param.grad is None and "step" in states:
-            states["step"] += 1
-
-
 def agree_on_step(child: MegatronOptimizer) -> None:
-    """Set the lagging step counters of empty shards to the value of other ranks.
+    """Set the step counters of empty shards, which Adam skips, to the value of other ranks.
 
-    Only upstream's Adam needs it: it does not call ``count_step_of_empty_shards()``.
+    A checkpoint keeps the counter of an arbitrary rank.
 
     Args:
         child: Optimizer that exists on every rank, and steps all its parameters together.
 
     Communication: one all-reduce of a float64 over all ranks.
     """
-    counters = [states["step"] for states in child.optimizer.state.values() if "step" in states]
-    # The counters of empty shards lag behind: the maximum is right.
-    highest = max((float(step) for step in counters), default=0.0)
+    counted = [states for states in child.optimizer.state.values() if "step" in states]
+    highest = max((float(states["step"]) for states in counted), default=0.0)
     agreed = torch.tensor(highest, dtype=torch.float64, device=current_device())
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    for step in counters:
-        step.fill_(agreed.item())
+    for states in counted:
+        if isinstance(states["step"], torch.Tensor):
+            states["step"].fill_(agreed.item())
+        else:
+            states["step"] = int(agreed.item())
 
 
 def pack(
@@ -236,17 +219,16 @@ def raise_where_state_does_not_fit(
     """
     # Before anything is copied: training would silently continue from half a loaded state.
     expected, states = pack(children, names)["state"], state_dict.get("state", {})
-    problems = describe_differences(
-        *(
-            {
-                f"state.{name}.{kind}": _describe(value)
-                for name in expected
-                for kind, value in by_name.get(name, {}).items()
-            }
-            for by_name in (expected, states)
-        )
-    )
+    layouts = [
+        {
+            f"state.{name}.{kind}": _describe(value)
+            for name in expected
+            for kind, value in by_name.get(name, {}).items()
+        }
+        for by_name in (expected, states)
+    ]
     lacking = expected.keys() - state_dict.get("param_to_group_meta", {}).keys()
+    problems = describe_differences(*layouts)
     problems += [f"param_to_group_meta.{n}: expected group settings, got nothing" for n in lacking]
     raise_where_any_rank_fails(
         problems,
@@ -258,23 +240,16 @@ def raise_where_state_does_not_fit(
 
 
 def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
-    """Describe tensors that differ between two states, one sentence per parameter or module.
+    """Describe tensors that differ between two states, one sentence each.
 
     Args:
         expected: Shapes or layouts of tensors by name.
         actual: Shapes or layouts of the other state.
     """
-    texts: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for key in sorted(expected.keys() | actual.keys()):
-        if expected.get(key) != actual.get(key):
-            parent, _, kind = key.rpartition(".")
-            for text, layouts in zip(texts[parent], (expected, actual), strict=True):
-                if key in layouts:
-                    text.append(f"{kind} {layouts[key]}")
     return [
-        f"{parent}: expected {', '.join(needed) or 'nothing'}, got "
-        f"{', '.join(present) or 'nothing'}"
-        for parent, (needed, present) in texts.items()
+        f"{key}: expected {expected.get(key, 'nothing')}, got {actual.get(key, 'nothing')}"
+        for key in sorted(expected.keys() | actual.keys())
+        if expected.get(key) != actual.get(key)
     ]
 
 
@@ -292,22 +267,23 @@ def unpack(
     children: Sequence[MegatronOptimizer],
     names: Mapping[torch.Tensor, str],
     state_dict: Mapping[str, Any],
+    *,
+    loads_schedule: bool,
 ) -> None:
     """Fill the optimizers from a state dict that passed ``raise_where_state_does_not_fit()``.
 
     Tensors are copied into the existing ones, unless they are the same: the tensors of
     ``pack()``, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
-    change in training are loaded (learning rate, weight decay, step count), and ``max_lr`` and
-    ``min_lr`` with ``LOADS_SCHEDULE``. The others come from the flags of this run; a warning names
+    change in training are loaded. The others come from the flags of this run; a warning names
     differences.
 
     Args:
         children: Optimizers with complete state.
         names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``; not changed.
+        loads_schedule: Whether ``max_lr`` and ``min_lr`` are loaded, too.
     """
-    schedule = ("max_lr", "min_lr") if state_dict.get(LOADS_SCHEDULE) else ()
-    loaded = (*_MOVING_SETTINGS, *schedule)
+    loaded = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if loads_schedule else ()))
     overridden: dict[str, str] = {}
     for child in children:
         for param, states in child.optimizer.state.items():
@@ -317,15 +293,14 @@ def unpack(
                 elif value is not states[key]:
                     local_tensor(states[key]).copy_(local_tensor(value))
         for group in child.optimizer.param_groups:
-            for param in group["params"]:
-                for key, value in state_dict["param_to_group_meta"][names[param]].items():
-                    # A group has one value: its first parameter's.
-                    if key in loaded and param is group["params"][0]:
-                        group[key] = value
-                    elif group.get(key, value) != value:
-                        overridden.setdefault(
-                            key, f"{key} {group[key]} (checkpoint: {value}, for {names[param]})"
-                        )
+            for name in (names[param] for param in group["params"]):
+                stored = state_dict["param_to_group_meta"][name]
+                # A group has one value: its first parameter's.
+                if name == names[group["params"][0]]:
+                    group.update({key: stored[key] for key in loaded if key in stored})
+                for key, value in stored.items():
+                    if group.get(key, value) != value:
+                        overridden[key] = f"{key} {group[key]} (checkpoint: {value}, for {name})"
     if overridden:
         log_single_rank(
             logger,

@@ -3,14 +3,12 @@
 """Build the optimizer of a Megatron-FSDP model that ``OptimizerConfig.optimizer`` asks for."""
 
 import copy
-import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import _EMERGING_OPTIMIZERS
@@ -33,17 +31,11 @@ from megatron_muon.mcore.fsdp_model import (
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.options import MuonOptions
-from megatron_muon.mcore.patching import PATCHED, apply_to_imported
-from megatron_muon.mcore.splits import (
-    build_with_flags,
-    needs_custom_build,
-    routing_rule,
-    tag_blocks,
-)
-from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+from megatron_muon.mcore.patching import PATCHED
+from megatron_muon.mcore.splits import routing_rule, tag_blocks
+from megatron_muon.mcore.unsupported import raise_where_refused
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.plan.layout import Splits
-from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
 from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
@@ -52,8 +44,16 @@ from megatron_muon.step.lion import FSDPLion
 
 logger = logging.getLogger(__name__)
 
-# Parameter groups by name of the optimizer and ``is_expert``.
-type _GroupsByChild = dict[tuple[str, bool], list[dict[str, Any]]]
+# Arguments of a DistributedOptimizer that it does not read under Megatron-FSDP.
+_NOT_READ = dict.fromkeys(
+    (
+        "per_model_buffers",
+        "data_parallel_group",
+        "data_parallel_group_gloo",
+        "data_parallel_group_idx",
+        "distributed_optimizer_instance_id",
+    )
+)
 
 
 def build_megatron_fsdp_emerging_optimizer(
@@ -61,35 +61,21 @@ def build_megatron_fsdp_emerging_optimizer(
     model_chunks: Sequence[FSDPModel],
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
-    *,
-    exchange: ExchangeSettings | None = None,
-    splits: Splits | None = None,
-    momentum_dtype: torch.dtype | None = None,
-    offload_momentum: bool | None = None,
-    skip_router: bool | None = None,
-    log_metrics: bool | None = None,
 ) -> FSDPMuonChainedOptimizer:
     """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
     layer and tensors that are not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
-    Keyword arguments that are None have the values of ``config``'s attributes with the names of
-    ``MuonOptions``, or their defaults: the trainers set these attributes by flags or YAML.
 
     Args:
         config: Optimizer configuration; the ``muon_*`` fields have the same meaning as under DDP.
             ``muon_momentum`` is 0.95 by default, Megatron's flag ``--muon-momentum`` 0.9. The
-            optimizer ``dist_muon`` means ``muon``.
+            optimizer ``dist_muon`` means ``muon``. Attributes with the names of ``MuonOptions`` are
+            read, which trainers set by flags or YAML, and a script like any attribute.
         model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
-        exchange: How matrices are exchanged.
-        splits: Blocks that are orthogonalized separately.
-        momentum_dtype: ``torch.float32`` or ``torch.bfloat16``.
-        offload_momentum: Whether momentum is in pinned CPU memory between steps.
-        skip_router: Whether ``config.muon_scalar_optimizer`` steps routers.
-        log_metrics: Whether metrics are written to the TensorBoard and W&B writers of a trainer.
 
     Returns:
         The optimizer, with state for every parameter on every rank.
@@ -104,7 +90,7 @@ def build_megatron_fsdp_emerging_optimizer(
 
     Communication: parameter groups and layouts are compared once across ranks.
     """
-    apply_to_imported()
+    PATCHED.update()
     check_model_chunks(model_chunks)
     if is_v2(model_chunks[0]) and PATCHED.v2_problems:
         raise IncompatibleMegatronError(PATCHED.v2_problems)
@@ -113,83 +99,46 @@ def build_megatron_fsdp_emerging_optimizer(
         config = copy.copy(config)
         config.optimizer = "muon"
     options = MuonOptions.of(config)
-    splits, skips_router = (
-        splits or options.splits,
-        _given(skip_router, options.moe_router_skip_muon),
-    )
-    refusals = unsupported_settings(_settings(config, model_chunks[0]))
-    raise_where_refused(config.optimizer, refusals)
+    parts = (model_chunks[0].config, model_chunks[0].ddp_config, config)
+    raise_where_refused({name: value for part in parts for name, value in vars(part).items()})
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
-    _tag_parameters(config, fqns, model_chunks, splits)
+    _tag_parameters(config, fqns, model_chunks, options.splits)
     # The rule comes last: it decides which optimizer steps a parameter.
-    rule = routing_rule(config, skips_router=skips_router)
-    groups_by_child = _parameter_groups(config, model_chunks, {**(config_overrides or {}), **rule})
-    momentum = {
-        "momentum_dtype": momentum_dtype or options.momentum_dtype,
-        "offload_momentum": _given(offload_momentum, options.muon_fsdp_offload_momentum),
-    }
-    children = _ChildBuilder(config, model_chunks, pg_collection, momentum)
+    rule = routing_rule(config, skips_router=options.moe_router_skip_muon)
+    param_groups: defaultdict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
+    overrides = {**(config_overrides or {}), **rule}
+    # Some may be empty: all pipeline stages have the same groups and reduce norms together.
+    for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
+        name = group.get("optimizer", config.optimizer)
+        param_groups[name, group["is_expert_parallel"]].append(group)
+    children = _ChildBuilder(config, options, list(model_chunks), pg_collection)
     if config.optimizer != "lion":
-        problems = children.find_tensor_shards(groups_by_child, fqns)
+        problems = children.find_tensor_shards(fqns, param_groups)
         raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
-    _log_routing(config, groups_by_child, fqns)
-    if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
-        log_single_rank(
-            logger,
-            logging.WARNING,
-            "%s: results are scaled once, as in emerging-optimizers 0.3.0; Megatron-LM main of "
-            "2026-08-22 scales them twice",
-            config.adaptive_muon_moment2_method,
-        )
+    _log_routing(config, param_groups)
     return FSDPMuonChainedOptimizer(
-        [children.build(*key, groups) for key, groups in groups_by_child.items()],
+        [children.build(*key, groups) for key, groups in param_groups.items()],
         model_chunks,
         fqns,
-        exchange or options.exchange,
-        log_metrics=_given(log_metrics, options.muon_fsdp_log_metrics),
+        options.exchange,
+        log_metrics=options.muon_fsdp_log_metrics,
     )
 
 
-def _given(value: bool | None, default: bool) -> bool:
-    return default if value is None else value
-
-
 def choose_builder(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models.
-
-    Under DDP upstream's function builds, with the splits and routes of the flags.
-    """
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
 
     def _get_megatron_emerging_optimizer(
-        config: Any,
-        model_chunks: list[Any],
-        config_overrides: dict[Any, Any] | None = None,
-        pg_collection: Any = None,
+        config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if is_megatron_fsdp(model_chunks):
-            return build_megatron_fsdp_emerging_optimizer(
-                config, model_chunks, config_overrides, pg_collection
-            )
-        if needs_custom_build(config):
-            return build_with_flags(original, config, model_chunks, config_overrides, pg_collection)
-        return original(config, model_chunks, config_overrides, pg_collection)
+        is_ours = is_megatron_fsdp(model_chunks)
+        build = build_megatron_fsdp_emerging_optimizer if is_ours else original
+        return build(config, model_chunks, *args, **kwargs)
 
     return _get_megatron_emerging_optimizer
-
-
-def _settings(config: OptimizerConfig, chunk: FSDPModel) -> dict[str, Any]:
-    """Merge the configurations of model, wrapper and optimizer into one table of settings."""
-    settings = {
-        field.name: getattr(part, field.name)
-        for part in (chunk.config, chunk.ddp_config, config)
-        for field in dataclasses.fields(part)
-    }
-    # The configurations name the dtype of main parameters; bf16 there is the model's.
-    settings["bf16"] = settings["bf16"] or settings["params_dtype"] == torch.bfloat16
-    return settings
 
 
 def _tag_parameters(
@@ -208,56 +157,36 @@ def _tag_parameters(
         tag_blocks(chunk, splits, lambda param: tensor_shard_shape(param)[0])
 
 
-def _parameter_groups(
-    config: OptimizerConfig,
-    model_chunks: Sequence[FSDPModel],
-    overrides: dict[ParamKey, Any],
-) -> _GroupsByChild:
-    groups_by_child: _GroupsByChild = defaultdict(list)
-    for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
-        # Some may be empty: all pipeline stages have the same groups and reduce norms together.
-        name = group.get("optimizer", config.optimizer)
-        groups_by_child[name, group["is_expert_parallel"]].append(group)
-    return groups_by_child
-
-
 class _ChildBuilder:
     """Builds the optimizers of a chain."""
 
     def __init__(
         self,
         config: OptimizerConfig,
-        model_chunks: Sequence[FSDPModel],
+        options: MuonOptions,
+        model_chunks: list[FSDPModel],
         pg_collection: ProcessGroupCollection,
-        momentum: dict[str, Any],
     ) -> None:
-        self._config, self._momentum = config, momentum
-        self._model_chunks = list(model_chunks)
-        self._groups = pg_collection
+        self._config, self._options = config, options
+        self._model_chunks, self._groups = model_chunks, pg_collection
         self._is_v2 = is_v2(model_chunks[0])
-        has_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
-        self._instance_id = dist.get_rank(pg_collection.inter_dist_opt) if has_instances else 0
         self._tensor_shards: dict[torch.Tensor, PlannedParameter] = {}
 
     def find_tensor_shards(
-        self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
+        self, fqns: dict[FSDPParameter, str], param_groups: Mapping[tuple[str, bool], Any]
     ) -> list[str]:
         """Find the row sharding of Muon's parameters, and list errors, a sentence each."""
         problems = environment_problems()
-        params = [
-            param
-            for is_expert in (True, False)
-            for group in groups_by_child.get((self._config.optimizer, is_expert), ())
-            for param in group["params"]
-        ]
-        for param in params:
-            try:
-                self._tensor_shards[param] = tensor_shard_of(
-                    PlannedParameter(fqns[param], param, param)
-                )
-            # Ranks have different parameters.
-            except ValueError as error:
-                problems.append(f"{fqns[param]}: {error}")
+        for (name, _), groups in param_groups.items():
+            for param in [p for group in groups for p in group["params"]]:
+                if name != self._config.optimizer:
+                    continue
+                planned = PlannedParameter(fqns[param], param, param)
+                try:
+                    self._tensor_shards[param] = tensor_shard_of(planned)
+                # Ranks have different parameters.
+                except ValueError as error:
+                    problems.append(f"{planned.name}: {error}")
         return problems
 
     def build(
@@ -282,42 +211,35 @@ class _ChildBuilder:
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
-        kwargs |= {"split_qkv": True, "device": current_device(), **self._momentum}
-        return FSDPZeROTensorParallelMuon(param_groups, tensor_shards=self._tensor_shards, **kwargs)
+        kwargs["split_qkv"] = True
+        return FSDPZeROTensorParallelMuon(
+            param_groups,
+            tensor_shards=self._tensor_shards,
+            device=current_device(),
+            momentum_dtype=self._options.momentum_dtype,
+            offload_momentum=self._options.muon_fsdp_offload_momentum,
+            **kwargs,
+        )
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self._config
         # As upstream: --lion-beta1 and --lion-beta2 belong to Lion beside another optimizer.
-        betas = (
-            (config.adam_beta1, config.adam_beta2)
-            if config.optimizer == "lion"
-            else (config.lion_beta1, config.lion_beta2)
-        )
+        prefix = "adam" if config.optimizer == "lion" else "lion"
+        betas = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
         return FSDPLion(param_groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
     def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> MegatronOptimizer:
         # The same for all optimizers of emerging-optimizers: it calls _init_group.
         init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
-        chunks = self._model_chunks
+        arguments = (inner, self._config, None, init_state, self._model_chunks)
         child: MegatronOptimizer
         if self._is_v2:
             # Releases lack it.
             from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 
-            child = FullyShardedOptimizer(inner, self._config, None, init_state, chunks)
+            child = FullyShardedOptimizer(*arguments)
         else:
-            child = DistributedOptimizer(
-                inner,
-                self._config,
-                None,
-                init_state,
-                model_chunks=chunks,
-                per_model_buffers=None,
-                data_parallel_group=self._groups.dp_cp,
-                data_parallel_group_gloo=None,
-                data_parallel_group_idx=dist.get_rank(self._groups.mp),
-                distributed_optimizer_instance_id=self._instance_id,
-            )
+            child = DistributedOptimizer(*arguments, **_NOT_READ)
         child.tp_group = self._groups.tp
         child.expert_tp_group = self._groups.expt_tp or self._groups.tp
         return child
@@ -332,9 +254,6 @@ class _ChildBuilder:
             model_chunks=self._model_chunks,
             param_groups=param_groups,
             model_parallel_group=self._groups.mp,
-            data_parallel_group=self._groups.dp_cp,
-            data_parallel_group_idx=dist.get_rank(self._groups.mp),
-            distributed_optimizer_instance_id=self._instance_id,
             pg_collection=self._groups,
         )
         # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
@@ -347,26 +266,22 @@ class _ChildBuilder:
         return child
 
 
-def _log_routing(
-    config: OptimizerConfig,
-    groups_by_child: _GroupsByChild,
-    fqns: dict[FSDPParameter, str],
-) -> None:
-    """Log on rank 0 how many parameters and elements every optimizer was given, and why."""
+def _log_routing(config: OptimizerConfig, param_groups: Mapping[tuple[str, bool], Any]) -> None:
+    """Log on rank 0 how many parameters every optimizer was given, and why."""
     parts = []
-    for (name, is_expert), groups in groups_by_child.items():
-        params = [param for group in groups for param in group["params"]]
-        is_rest = name != config.optimizer
-        reason = "not 2-D, or not for Muon by its rules" if is_rest else "2-D weights"
-        parts.append(
-            f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
-            f"{sum(tensor_shard_shape(param).numel() for param in params):,} elements ({reason})"
+    for (name, is_expert), groups in param_groups.items():
+        number = sum(len(group["params"]) for group in groups)
+        reason = (
+            "2-D weights" if name == config.optimizer else "not 2-D, or not for Muon by its rules"
         )
-    log_single_rank(
-        logger,
-        logging.INFO,
-        "%s under Megatron-FSDP, this rank's model-parallel part: %s; %d parameters in all",
-        "Lion" if config.optimizer == "lion" else "Muon",
-        "; ".join(parts),
-        len(fqns),
-    )
+        parts.append(f"{name}: {number} {'expert' if is_expert else 'dense'} parameters ({reason})")
+    text = "%s under Megatron-FSDP, this rank's model-parallel part: %s"
+    log_single_rank(logger, logging.INFO, text, config.optimizer, "; ".join(parts))
+    if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "%s: results are scaled once, as in emerging-optimizers 0.3.0; Megatron-LM main of "
+            "2026-08-22 scales them twice",
+            config.adaptive_muon_moment2_method,
+        )

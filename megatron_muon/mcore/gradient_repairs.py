@@ -123,17 +123,14 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
 
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
-        model_chunks = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
-        chunk = model_chunks[0]
-        ddp_config = getattr(chunk, "ddp_config", None)
-        if not getattr(ddp_config, "use_megatron_fsdp", False):
+        chunk = (kwargs["model_chunks"] if "model_chunks" in kwargs else args[1])[0]
+        if not getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
             return optimizer
         is_v2 = fsdp_model.is_v2(chunk)
         # Pull request 6489: each rank's part is divided by the number of its copies, and the sum
         # covers all ranks.
-        if is_v2 and "get_grad_norm" in vars(type(optimizer)):
-            return optimizer
-        if is_v2 or is_sharded_over_instances(chunk):
+        is_complete = is_v2 and "get_grad_norm" in vars(type(optimizer))
+        if not is_complete and (is_v2 or is_sharded_over_instances(chunk)):
             groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
             optimizer.grad_stats_parallel_group = grad_stats_group(chunk, groups, is_expert=False)
         return optimizer
@@ -252,17 +249,11 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Forward decides, as backward would unpack the saved weight a second time, which torch's
     activation checkpointing refuses.
-
-    Deferred gradients of the output layer (``defer_embedding_wgrad_compute``) are always fused.
-    They need pipeline stages, with which the flag is refused under Megatron-FSDP.
     """
-    buffer = list(inspect.signature(original).parameters).index("grad_output_buffer")
 
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any) -> Any:
-        # Five arguments come before the rest.
-        is_deferred = rest[buffer - 5] is not None
         # Other wrappers than Megatron-FSDP initialize ``main_grad``.
-        if hasattr(weight, "__fsdp_param__") and not is_deferred:
+        if hasattr(weight, "__fsdp_param__"):
             is_fused = is_fused and _may_be_overwritten(weight)
         return original(ctx, input, weight, bias, is_fused, *rest)
 
@@ -271,12 +262,12 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _may_be_overwritten(weight: Any) -> bool:
     """Return whether ``main_grad`` of a weight holds no gradient when its only one is written."""
-    if not getattr(weight, "overwrite_main_grad", False):
-        return False
-    # Upstream's mark of an embedding that is also the output layer. After a fused write
-    # Megatron-FSDP deletes ``.grad``, and with it the embedding's part.
-    if getattr(weight, "zero_out_wgrad", False):
-        return False
-    # Multi-token prediction uses the output layer several times.
     config = getattr(weight._megatron_fsdp_model.module, "config", None)
-    return not getattr(config, "mtp_num_layers", None)
+    return bool(
+        getattr(weight, "overwrite_main_grad", False)
+        # Upstream's mark of an embedding that is also the output layer. After a fused write
+        # Megatron-FSDP deletes ``.grad``, and with it the embedding's part.
+        and not getattr(weight, "zero_out_wgrad", False)
+        # Multi-token prediction uses the output layer several times.
+        and not getattr(config, "mtp_num_layers", None)
+    )

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
 
 
@@ -55,39 +54,26 @@ class MetricsLog:
     """
 
     def __init__(self, muon_step: MuonStep) -> None:
-        self._muon_step, self._is_on = muon_step, False
+        self._muon_step = muon_step
         self.run: Callable[[], LoggedRun | None] = run_of_megatron_lm
-        self._record(True)
-
-    def _record(self, is_on: bool) -> None:
-        """Record the next step or not: metrics take a pass over its tensors."""
-        if is_on != self._is_on:
-            self._muon_step.record_metrics(is_on)
-        self._is_on = is_on
+        muon_step.record_metrics()
 
     def write(self) -> None:
-        """Write the metrics of the step that has just ended; called by all ranks together."""
-        run = self.run()
-        if run is None:
-            return
-        if run.iteration % run.interval == 0 and self._is_on:
-            self._write(run)
-        self._record((run.iteration + 1) % run.interval == 0)
+        """Write the metrics of the step that has just ended; called by all ranks together.
 
-    def _write(self, run: LoggedRun) -> None:
-        values = by_name(self._muon_step.last_metrics())
+        By ``muon/METRIC``, and ``muon/METRIC/GROUP`` of several parameter groups.
+        """
+        run = self.run()
+        if run is None or run.iteration % run.interval:
+            return
+        values = {}
+        for name, value in self._muon_step.last_metrics()._asdict().items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            for group, number in enumerate(numbers):
+                values[f"muon/{name}" + f"/{group}" * (len(numbers) > 1)] = number
         # Megatron gives them to the last rank.
         if run.tensorboard is not None:
             for name, value in values.items():
                 run.tensorboard.add_scalar(name, value, run.iteration)
         if run.wandb is not None:
             run.wandb.log(values, run.iteration)
-
-
-def by_name(metrics: StepMetrics) -> dict[str, float]:
-    """Return metrics by ``muon/METRIC``, and ``muon/METRIC/GROUP`` of several parameter groups."""
-    return {
-        f"muon/{name}" + f"/{group}" * (len(values) > 1): value
-        for name, values in metrics._asdict().items()
-        for group, value in enumerate(values)
-    }

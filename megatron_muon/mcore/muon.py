@@ -25,6 +25,12 @@ from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.second_moments import MOMENT2_BUFFER, SecondMoments, method_problems
 from megatron_muon.user_errors import in_flags, naming_flags
 
+_ARGUMENTS = frozenset(
+    "lr momentum nesterov weight_decay use_decoupled_weight_decay split_qkv is_qkv_fn "
+    "qkv_split_shapes fp32_matmul_prec coefficient_type num_ns_steps scale_mode extra_scale_factor "
+    "pg_collection tp_mode".split()
+)
+
 
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     """Muon for DTensor parameters whose rows Megatron-FSDP shards over data-parallel ranks.
@@ -84,16 +90,22 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         **muon_kwargs: Any,
     ) -> None:
         self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
+        # Upstream would take it, and this class would ignore it.
+        if unknown := sorted(muon_kwargs.keys() - _ARGUMENTS):
+            raise ValueError(
+                f"{', '.join(unknown)}: expected arguments of Muon in the tested releases "
+                "(docs/support.md), got others. Install one of these releases."
+            )
         super().__init__(params, **muon_kwargs)
-        # Upstream keeps these in a closure.
-        parameters = inspect.signature(TensorParallelMuon.__init__).parameters
-        values = {name: muon_kwargs.get(name, each.default) for name, each in parameters.items()}
-        self._num_steps, self._coefficients = values["num_ns_steps"], values["coefficient_type"]
-        self.scale_mode = values["scale_mode"]
-        self.extra_scale_factor = values["extra_scale_factor"]
-        self.scale = scale_function(self.scale_mode, self.extra_scale_factor)
+        # Upstream keeps some of these in a closure.
+        bound = inspect.signature(TensorParallelMuon).bind(params, **muon_kwargs)
+        bound.apply_defaults()
+        self.arguments = bound.arguments
+        self.scale = scale_function(
+            self.arguments["scale_mode"], self.arguments["extra_scale_factor"]
+        )
         self.tensor_shards = tensor_shards
-        self.params = self._all_params()
+        self.params = [param for group in self.param_groups for param in group["params"]]
         self.device = device or local_tensor(self.params[0]).device
         if problems := method_problems(moment2_method, self.weight_decay_method):
             raise ValueError(f"{problems[0]} (--adaptive-muon-moment2-method).")
@@ -103,29 +115,31 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 group.setdefault("beta2", beta2)
                 group.setdefault("eps", eps)
 
-    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
-        """Create the momentum of a group in one allocation, in the order of its parameters."""
-        new = [
-            param
-            for param in group["params"]
-            if not self.state[param] and not (skip_non_grad_params and param.grad is None)
-        ]
-        sizes = [local_tensor(param).numel() for param in new]
-        if new:
-            device = local_tensor(new[0]).device
-            is_pinned = self.offload_momentum and device.type != "cpu"
-            flat = torch.zeros(
-                sum(sizes),
-                dtype=self.momentum_dtype,
-                device="cpu" if is_pinned else device,
-                pin_memory=is_pinned,
-            )
-            for param, rows in zip(new, flat.split(sizes), strict=True):
-                momentum = torch.empty_like(param.data, dtype=self.momentum_dtype)
-                # Not from_local, whose DTensor would begin where its rows do in the allocation, and
-                # could not be copied.
-                momentum._local_tensor = rows.view_as(local_tensor(param))  # type: ignore[attr-defined]
-                self.state[param]["momentum_buffer"] = momentum
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = False) -> None:
+        """Create the momentum of a group in one allocation, in the order of its parameters.
+
+        Args:
+            group: Parameter group.
+            skip_non_grad_params: Ignored: checkpoints need state of all parameters.
+        """
+        new = [param for param in group["params"] if not self.state[param]]
+        if not new:
+            return
+        shards = [local_tensor(param) for param in new]
+        is_pinned = self.offload_momentum and shards[0].device.type != "cpu"
+        flat = torch.zeros(
+            sum(map(torch.numel, shards)),
+            dtype=self.momentum_dtype,
+            device="cpu" if is_pinned else shards[0].device,
+            pin_memory=is_pinned,
+        )
+        parts = flat.split([shard.numel() for shard in shards])
+        for param, shard, part in zip(new, shards, parts, strict=True):
+            momentum = torch.empty_like(param.data, dtype=self.momentum_dtype)
+            # Not from_local, whose DTensor would begin where its rows do in the allocation, and
+            # could not be copied.
+            momentum._local_tensor = part.view_as(shard)  # type: ignore[attr-defined]
+            self.state[param]["momentum_buffer"] = momentum
 
     def planned(self, param: Any) -> PlannedParameter:
         """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
@@ -150,12 +164,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         is_by_head = getattr(param, "is_split_by_head", False)
         return self.is_tensor_sharded(param) and self.tp_mode != "blockwise" and not is_by_head
 
-    def holder_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of the model with all ranks that hold a dense matrix, or an expert."""
-        groups = self.pg_collection
-        optional = (getattr(groups, name, None) for name in ("dp_cp", "expt_dp"))
-        return [group for group in optional if group is not None]
-
     def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
         groups, is_expert = self.pg_collection, getattr(param, "expert_tp", False)
@@ -169,22 +177,24 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         is_cut = getattr(param, "partition_dim", None) in (0, 1)
         return is_cut and self.tensor_group(param) is not None
 
-    def _all_params(self) -> list[Any]:
-        return [param for group in self.param_groups for param in group["params"]]
-
     def problems(self) -> list[str]:
         """List settings that cannot work and parameters that cannot be stepped, as sentences."""
         problems = []
         try:
-            coefficients_of(self._num_steps, self._coefficients)
+            coefficients_of(self.arguments["num_ns_steps"], self.arguments["coefficient_type"])
         except ValueError as error:
             problems.append(in_flags(str(error)))
-        for param in self._all_params():
+        for param in self.params:
             shard = self.tensor_shards[param]
             if tuple(param._local_tensor.shape) != shard.local_shape:
                 problems.append(
                     f"{shard.name}: expected a local shard of shape {shard.local_shape}, got "
                     f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
+                )
+            if param.dtype != torch.float32:
+                problems.append(
+                    f"{shard.name}: expected a float32 main parameter, got {param.dtype}. Use "
+                    "--megatron-fsdp-main-params-dtype fp32"
                 )
         return problems
 
@@ -213,12 +223,15 @@ def build_muon_step(
         RuntimeError: On all ranks; see ``MuonStep``. One has a parameter without a layout, or of
             another local shape.
     """
-    first, is_bf16 = optimizers[0], optimizers[0].fp32_matmul_prec == "medium"
-    moments = first.second_moments
+    first, of = optimizers[0], optimizers[0].arguments
     kinds = [type(muon).__name__ for muon in optimizers]
     settings = MuonSettings(
         NewtonSchulzSettings(
-            first._num_steps, first._coefficients, is_bf16, first.scale, method=moments.method
+            of["num_ns_steps"],
+            of["coefficient_type"],
+            first.fp32_matmul_prec == "medium",
+            first.scale,
+            method=first.second_moments.method,
         ),
         exchange or ExchangeSettings(),
         StepSettings(
@@ -230,18 +243,24 @@ def build_muon_step(
             momentum_dtype=first.momentum_dtype,
             offload_momentum=first.offload_momentum,
         ),
-        f"{first.scale_mode} {first.extra_scale_factor}, optimizers {kinds}",
+        f"{of['scale_mode']} {of['extra_scale_factor']}, optimizers {kinds}",
     )
     problems = [problem for muon in optimizers for problem in muon.problems()]
+    # Groups of the model with all ranks that hold a dense matrix, or an expert.
+    groups = [
+        getattr(muon.pg_collection, name, None)
+        for muon in optimizers
+        for name in ("dp_cp", "expt_dp")
+    ]
     with naming_flags():
         return MuonStep(
             optimizers,
             [muon.planned(p) for muon in optimizers for p in muon.params] if not problems else [],
             settings,
-            moments,
+            first.second_moments,
             first.device,
             problems=problems,
-            known_groups=[group for muon in optimizers for group in muon.holder_groups()],
+            known_groups=[group for group in groups if group is not None],
         )
 
 

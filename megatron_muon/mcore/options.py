@@ -38,6 +38,7 @@ class MuonOptions:
         muon_split_mla: Multi-latent attention.
         muon_split_qkv_per_head: Every head.
         moe_router_skip_muon: Whether the scalar optimizer steps routers.
+        use_checkpoint_opt_param_scheduler: Whether a loaded checkpoint has the schedule.
     """
 
     muon_fsdp_comm_dtype: CommDtype = "auto"
@@ -54,6 +55,7 @@ class MuonOptions:
     muon_split_mla: bool = False
     muon_split_qkv_per_head: bool = False
     moe_router_skip_muon: bool = False
+    use_checkpoint_opt_param_scheduler: bool = False
 
     @classmethod
     def of(cls, source: Any) -> Self:
@@ -99,8 +101,8 @@ class MuonOptions:
         """
         if self.muon_momentum_dtype not in MOMENTUM_DTYPES:
             raise ValueError(
-                f"muon_momentum_dtype: expected one of {sorted(MOMENTUM_DTYPES)}, got "
-                f"{self.muon_momentum_dtype!r}. Choose one."
+                f"muon_momentum_dtype (--exp-avg-dtype): expected fp32 or bf16, got "
+                f"{self.muon_momentum_dtype}. Choose one of them."
             )
         return MOMENTUM_DTYPES[self.muon_momentum_dtype]
 

@@ -17,8 +17,10 @@ from megatron_muon.mcore import (
 )
 from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.mcore.patching import Patch
+from megatron_muon.mcore.relied_on import RELIED_ON
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+_BRIDGE = "megatron.bridge.training"
 
 # The source lines of a target are those that its wrapper relies on: not the whole function, so that
 # unrelated edits upstream refuse nothing. Order: flags, factory, gradients, stages, checkpoints.
@@ -236,16 +238,13 @@ PATCHES: tuple[Patch, ...] = (
             "fs_storage_writer = torch.distributed.checkpoint.FileSystemWriter(checkpoint_name)",
         ),
     ),
+    checkpoint_save.WRITER,
     Patch(
         "megatron.core.msc_utils:MaybeMultiStorageClient.__getattr__",
         "checkpoints: the tracker is replaced in one step",
         checkpoint_save.write_tracker_in_one_step,
         source_lines=('if name == "open":',),
     ),
-)
-
-# Applied to releases that have the symbol.
-LATER_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.transformer.fsdp_dtensor_checkpoint:handle_mla_down_proj_in_state_dict",
         "checkpoints: split every state of fused latent attention, not Adam's alone",
@@ -254,13 +253,55 @@ LATER_PATCHES: tuple[Patch, ...] = (
             "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
             'for subkey in ["exp_avg", "exp_avg_sq"]:',
         ),
+        applies_to="later",
     ),
-)
-
-_BRIDGE = "megatron.bridge.training"
-
-# Applied when Megatron-Bridge is imported.
-BRIDGE_PATCHES: tuple[Patch, ...] = (
+    # Megatron-FSDP v2.
+    Patch(
+        "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.__init__",
+        "v2: gradients count once in norm and zeros, also with expert parallelism",
+        gradient_repairs.count_shards_once,
+        source_lines=("super().__init__(optimizer, config, grad_scaler, init_state_fn)",),
+        # Pull request 6489, whose optimizer counts by placements.
+        repaired_text="def get_grad_norm(",
+        applies_to="v2",
+    ),
+    Patch(
+        "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._copy_main_params_to_model_params",
+        "v2, QK-clip: after a step of Adam clip main weights before compute weights follow them",
+        qk_clip.clip_before_install,
+        source_lines=("sync_model_weights_from_main_weights(self.get_parameters())",),
+        applies_to="v2",
+    ),
+    Patch(
+        f"{_FSDP}.experimental.module:FsdpContext.register_post_backward_final_callback",
+        "v2: name parameters without a gradient, which stop the gradients of their module; count "
+        "gradients anew in each of two backward passes in a row, as of pipeline stages",
+        gradient_repairs.complete_backward_passes,
+        applies_to="v2",
+    ),
+    Patch(
+        f"{adapter_module(2)}:FullyShardedDataParallelV2._validate_config",
+        "v2: accept pipeline stages, some without experts, and several on a rank",
+        pipeline_repairs.accept_stages,
+        source_lines=(
+            '"pipeline_model_parallel_size",',
+            'for group_name in ("tp", "pp", "cp"):',
+            "if not any(isinstance(submodule, MoELayer) for submodule in module.modules()):",
+            'raise ValueError("MFSDP v2 does not support disabling bucketing.")',
+        ),
+        applies_to="v2",
+    ),
+    Patch(
+        "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._validate_config",
+        "v2: accept several pipeline stages on a rank",
+        pipeline_repairs.accept_chunks,
+        source_lines=(
+            "if len(model_chunks) != 1:",
+            'raise ValueError("MFSDP v2 currently supports exactly one model chunk.")',
+        ),
+        applies_to="v2",
+    ),
+    # Megatron-Bridge.
     Patch(
         f"{_BRIDGE}.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "Bridge, checkpoints: layers of pipeline stages have names of their own; compare names and "
@@ -280,7 +321,7 @@ BRIDGE_PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{_BRIDGE}.checkpointing:_create_fsdp_dtensor_storage_writer",
         "Bridge, checkpoints: one that is saved again is replaced in one step",
-        bridge_trainer.replace_in_one_step,
+        checkpoint_save.replace_in_one_step,
         source_lines=("return torch.distributed.checkpoint.FileSystemWriter(checkpoint_path)",),
     ),
     Patch(
@@ -295,48 +336,5 @@ BRIDGE_PATCHES: tuple[Patch, ...] = (
         bridge_trainer.check_before_training,
         source_lines=("optimizer: MegatronOptimizer,", "global_state: GlobalState,"),
     ),
-)
-
-# Releases with Megatron-FSDP v2 in Megatron's flags must have all of them.
-V2_PATCHES: tuple[Patch, ...] = (
-    Patch(
-        "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.__init__",
-        "v2: gradients count once in norm and zeros, also with expert parallelism",
-        gradient_repairs.count_shards_once,
-        source_lines=("super().__init__(optimizer, config, grad_scaler, init_state_fn)",),
-        # Pull request 6489, whose optimizer counts by placements.
-        repaired_text="def get_grad_norm(",
-    ),
-    Patch(
-        "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._copy_main_params_to_model_params",
-        "v2, QK-clip: after a step of Adam clip main weights before compute weights follow them",
-        qk_clip.clip_before_install,
-        source_lines=("sync_model_weights_from_main_weights(self.get_parameters())",),
-    ),
-    Patch(
-        f"{_FSDP}.experimental.module:FsdpContext.register_post_backward_final_callback",
-        "v2: name parameters without a gradient, which stop the gradients of their module; count "
-        "gradients anew in each of two backward passes in a row, as of pipeline stages",
-        gradient_repairs.complete_backward_passes,
-    ),
-    Patch(
-        f"{adapter_module(2)}:FullyShardedDataParallelV2._validate_config",
-        "v2: accept pipeline stages, some without experts, and several on a rank",
-        pipeline_repairs.accept_stages,
-        source_lines=(
-            '"pipeline_model_parallel_size",',
-            'for group_name in ("tp", "pp", "cp"):',
-            "if not any(isinstance(submodule, MoELayer) for submodule in module.modules()):",
-            'raise ValueError("MFSDP v2 does not support disabling bucketing.")',
-        ),
-    ),
-    Patch(
-        "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._validate_config",
-        "v2: accept several pipeline stages on a rank",
-        pipeline_repairs.accept_chunks,
-        source_lines=(
-            "if len(model_chunks) != 1:",
-            'raise ValueError("MFSDP v2 currently supports exactly one model chunk.")',
-        ),
-    ),
+    *RELIED_ON,
 )

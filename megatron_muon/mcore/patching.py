@@ -5,67 +5,89 @@
 A function is replaced in the module that defines it, and in the modules of megatron that have
 imported it by name. Modules that are imported later get the replacement. A patch that names a
 module that imports the function changes this module alone.
+
+No other file of this package replaces an object of another one.
 """
 
 import functools
 import inspect
+import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 
-# Marks our replacements, to notice if a target was replaced again.
-_MARK = "__megatron_muon_patch__"
+logger = logging.getLogger(__name__)
+
+# A parameter of main's configuration: releases with it have Megatron-FSDP v2 in Megatron's flags.
+_V2_FLAG = "megatron.core.distributed:DistributedDataParallelConfig.megatron_fsdp_version"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to megatron.
+    """One change to megatron, or a symbol that is relied on without a change.
 
     Args:
-        symbol: Function or class that is replaced, as "module:name".
+        symbol: Function or class, as "module:name".
         purpose: Why, in a sentence.
-        wrap: Takes the original, returns the replacement.
+        wrap: Takes the original, returns the replacement; None for no change.
         source_lines: Lines that its source must contain, without indentation.
         repaired_text: Text in the target's class or module, in a later release that needs no
             repair; empty if there is no such release.
+        applies_to: ``later`` for releases that have the symbol, ``v2`` for releases with
+            Megatron-FSDP v2, ``call`` for the time of a call (``replaced()``). Those of
+            Megatron-Bridge apply once their module is imported.
     """
 
     symbol: str
     purpose: str
-    wrap: Callable[[Any], Any] = field(repr=False)
+    wrap: Callable[[Any], Any] | None = field(default=None, repr=False)
     source_lines: tuple[str, ...] = ()
     repaired_text: str = ""
+    applies_to: Literal["all", "later", "v2", "call"] = "all"
 
-    @property
-    def module(self) -> str:
-        """Name of the module with the definition."""
-        return self.symbol.partition(":")[0]
+    def holder(self) -> tuple[Any, str]:
+        """Import the module or class that has the target, and return it with the last name."""
+        name = self.symbol.replace(":", ".").rpartition(".")[2]
+        return pkgutil.resolve_name(self.symbol[: -len(name) - 1]), name
 
-    @property
-    def attribute(self) -> str:
-        """Last part of the name."""
-        return self.symbol.replace(":", ".").rpartition(".")[2]
-
-    def holder(self) -> Any:
-        """Import the module or class that has the target as an attribute."""
-        return pkgutil.resolve_name(self.symbol[: -len(self.attribute) - 1])
+    def is_needed(self) -> bool:
+        """Return whether the imported megatron needs this change."""
+        if self.symbol.startswith("megatron.bridge."):
+            applies = self.symbol.partition(":")[0] in sys.modules
+        elif self.applies_to in ("later", "v2"):
+            applies = exists(_V2_FLAG if self.applies_to == "v2" else self.symbol)
+        else:
+            applies = self.applies_to == "all"
+        return applies and not self.is_repaired()
 
     def is_repaired(self) -> bool:
-        """Return whether the imported megatron no longer needs this change."""
+        """Return whether the imported megatron has made this change itself."""
         if not self.repaired_text:
             return False
         try:
-            return self.repaired_text in _source(self.holder())
+            return self.repaired_text in inspect.getsource(self.holder()[0])
         except (ImportError, AttributeError, OSError, TypeError):
             return False
 
     def problems(self) -> list[str]:
         """Return one sentence for each difference between the target and the tested ones."""
-        return symbol_problems(self.symbol, self.source_lines)
+        try:
+            target = pkgutil.resolve_name(self.symbol)
+            source = inspect.getsource(target) if self.source_lines else ""
+        except (ImportError, AttributeError, OSError, TypeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            return [f"{self.symbol}: expected it to exist, found {found}."]
+        lines = {line.strip() for line in source.splitlines()}
+        return [
+            f"{self.symbol}: expected the source line {line!r}, found none."
+            for line in self.source_lines
+            if line not in lines
+        ]
 
 
 def exists(symbol: str) -> bool:
@@ -77,113 +99,93 @@ def exists(symbol: str) -> bool:
     return True
 
 
-def symbol_problems(symbol: str, source_lines: Sequence[str] = ()) -> list[str]:
-    """Return one sentence for each difference between a symbol and the tested ones.
-
-    Args:
-        symbol: "module:name".
-        source_lines: As in ``Patch``.
-    """
-    try:
-        installed = pkgutil.resolve_name(symbol)
-        lines = _lines(installed) if source_lines else frozenset()
-    except (ImportError, AttributeError) as error:
-        return [f"{symbol}: expected it to exist, found {type(error).__name__}: {error}."]
-    except (OSError, TypeError) as error:
-        return [f"{symbol}: expected readable source, found {error}."]
-    return [
-        f"{symbol}: expected the source line {line!r}, found none."
-        for line in source_lines
-        if line not in lines
-    ]
-
-
-# Several patches read one module, and finding the end of a function takes milliseconds.
-@functools.cache
-def _source(target: Any) -> str:
-    return inspect.getsource(target)
-
-
-@functools.cache
-def _lines(target: Any) -> frozenset[str]:
-    return frozenset(line.strip() for line in _source(target).splitlines())
-
-
 @dataclass
 class Patches:
     """Patches of a process.
 
     Args:
-        applied: In the order of their application.
-        waiting: Patches of modules that are not imported yet.
+        known: All patches.
+        applied: Patches that were applied, or found as they are relied on.
+        replaced: Holder, name, value before and value after of every replacement.
         v2_problems: Differences of Megatron-FSDP v2 from the tested releases, one sentence each,
             for which it is refused.
     """
 
+    known: Sequence[Patch] = ()
     applied: list[Patch] = field(default_factory=list)
-    waiting: list[Patch] = field(default_factory=list)
+    replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     v2_problems: list[str] = field(default_factory=list)
+
+    def update(self, known: Sequence[Patch] | None = None) -> None:
+        """Apply the patches that are needed by now, as of modules that were imported since.
+
+        Args:
+            known: All patches; None for those of the call before.
+
+        Raises:
+            IncompatibleMegatronError: A target differs from the tested ones; nothing was changed.
+        """
+        self.known = self.known if known is None else known
+        needed = [patch for patch in self.known if patch not in self.applied and patch.is_needed()]
+        found = {patch: patch.problems() for patch in needed}
+        if problems := [text for p in needed for text in found[p] if p.applies_to != "v2"]:
+            raise IncompatibleMegatronError(problems)
+        self.v2_problems = [text for texts in found.values() for text in texts]
+        if self.v2_problems:
+            logger.warning("Megatron-FSDP v2 is refused: %s", " ".join(self.v2_problems))
+            needed = [patch for patch in needed if patch.applies_to != "v2"]
+        self.apply(needed)
+
+    def apply(self, patches: Sequence[Patch]) -> None:
+        """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
+        replaced, by_id = [], {}
+        for patch in patches:
+            self.applied.append(patch)
+            if patch.wrap is None:
+                continue
+            holder, name = patch.holder()
+            before = inspect.getattr_static(holder, name)
+            original = getattr(holder, name)
+            # Tracebacks, help() and inspect.signature show the original.
+            after: Any = functools.update_wrapper(patch.wrap(original), original)
+            # A static method must stay one, or instances would pass themselves.
+            is_static = isinstance(before, staticmethod)
+            replaced.append((holder, name, before, staticmethod(after) if is_static else after))
+            if getattr(original, "__module__", None) == getattr(holder, "__name__", ""):
+                by_id[id(original)] = after
+        for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
+            replaced += [
+                (module, name, value, by_id[id(value)])
+                for name, value in vars(module).items()
+                if id(value) in by_id
+            ]
+        # All or none: a wrap may raise.
+        for holder, name, _, after in replaced:
+            setattr(holder, name, after)
+        self.replaced += replaced
+
+    def revert(self) -> None:
+        """Restore the originals.
+
+        Modules that were imported since keep the replacements, and so does who wrapped one.
+        """
+        for holder, name, before, after in self.replaced:
+            if inspect.getattr_static(holder, name) is after:
+                setattr(holder, name, before)
+        self.known, self.applied, self.replaced = (), [], []
 
 
 PATCHED = Patches()
 
 
-def apply_to_imported() -> None:
-    """Apply the patches whose modules were imported after ``enable()``.
-
-    Raises:
-        IncompatibleMegatronError: A target differs from the tested ones; nothing was changed.
-    """
-    patches = [patch for patch in PATCHED.waiting if patch.module in sys.modules]
-    if problems := [problem for patch in patches for problem in patch.problems()]:
-        raise IncompatibleMegatronError(problems)
-    apply_all(patches)
-    PATCHED.applied += patches
-    PATCHED.waiting = [patch for patch in PATCHED.waiting if patch not in patches]
-
-
-def apply_all(patches: Sequence[Patch]) -> None:
-    """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
-    pairs = []
-    for patch in patches:
-        original = pkgutil.resolve_name(patch.symbol)
-        # Tracebacks, help() and inspect.signature show the original.
-        replacement = functools.update_wrapper(patch.wrap(original), original)
-        setattr(replacement, _MARK, patch.symbol)
-        pairs.append((original, replacement))
-    # All or none: a wrap may raise.
-    _replace_all(patches, pairs)
-
-
-def revert_all(patches: Sequence[Patch]) -> None:
-    """Restore the originals of patches that ``apply_all()`` applied.
-
-    Raises:
-        RuntimeError: A target is no longer our replacement; nothing was restored.
-    """
-    current = [pkgutil.resolve_name(patch.symbol) for patch in patches]
-    for patch, replacement in zip(patches, current, strict=True):
-        if getattr(replacement, _MARK, None) != patch.symbol:
-            raise RuntimeError(
-                f"{patch.symbol}: expected the replacement of megatron-muon, got {replacement!r}. "
-                "Undo the later change first; nothing was restored."
-            )
-    _replace_all(patches, [(each, each.__wrapped__) for each in current])
-
-
-def _replace_all(patches: Sequence[Patch], pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Replace the first object of each pair by the second, wherever megatron has it by name."""
-    for patch, (_, replacement) in zip(patches, pairs, strict=True):
-        holder, name = patch.holder(), patch.attribute
-        # A static method must stay one, or instances would pass themselves.
-        is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
-        setattr(holder, name, staticmethod(replacement) if is_static else replacement)
-    replacements = {
-        id(old): new
-        for patch, (old, new) in zip(patches, pairs, strict=True)
-        if getattr(old, "__module__", None) == patch.module
-    }
-    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
-        for name, value in list(vars(module).items()):
-            if id(value) in replacements:
-                setattr(module, name, replacements[id(value)])
+@contextmanager
+def replaced(patch: Patch) -> Iterator[None]:
+    """Apply a patch of ``call`` while a block runs."""
+    holder, name = patch.holder()
+    before = getattr(holder, name)
+    assert patch.wrap is not None
+    setattr(holder, name, patch.wrap(before))
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)

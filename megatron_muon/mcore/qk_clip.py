@@ -18,9 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_muon.mcore.fsdp_model import is_wrapped, sharded_module, sharded_parameters
-from megatron_muon.mcore.unsupported import QK_CLIP_UNSUPPORTED, unsupported_settings
+from megatron_muon.mcore.unsupported import FSDP_UNSUPPORTED, raise_where_refused
 from megatron_muon.rows.megatron_fsdp import own_rows, tensor_shard_shape
-from megatron_muon.user_errors import SettingsError
 
 # Layers of an attention module that upstream's clip_qk clips.
 _CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
@@ -63,18 +62,15 @@ def clip_row_shards(fsdp_module: Any) -> None:
     if not getattr(config, "qk_clip", False):
         return
     # Command lines were checked before; a script would fail at the first large logit.
-    if problems := unsupported_settings(vars(config), QK_CLIP_UNSUPPORTED):
-        raise SettingsError("\n  ".join(["QK-clip under Megatron-FSDP:", *problems]))
-    largest = 0.0
+    raise_where_refused(vars(config), FSDP_UNSUPPORTED)
+    largest = getattr(fsdp_module, _MAX_LOGIT, 0.0)
     params = sharded_parameters(fsdp_module)
-    for name, attention, logits, layer_max in _reduced(fsdp_module):
-        largest = max(largest, layer_max)
+    for name, attention, logit in _reduced(fsdp_module):
+        largest = max(largest, logit)
         # Upstream reads from the device in every layer; here the host has read all layers at once.
-        if layer_max > config.qk_clip_threshold:
-            attention.core_attention.current_max_attn_logits = logits
+        if logit > config.qk_clip_threshold:
             _clip(name, attention, params)
-        attention.core_attention.current_max_attn_logits = None
-    setattr(fsdp_module, _MAX_LOGIT, max(largest, getattr(fsdp_module, _MAX_LOGIT, 0.0)))
+    setattr(fsdp_module, _MAX_LOGIT, largest)
 
 
 def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
@@ -93,80 +89,66 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
             return original(model, log_max_only)
         largest = 0.0
         for module in map(sharded_module, model):
-            if log_max_only:
-                for _, attention, _, layer_max in _reduced(module):
-                    attention.core_attention.current_max_attn_logits = None
-                    largest = max(largest, layer_max)
-            largest = max(largest, getattr(module, _MAX_LOGIT, 0.0))
+            logits = [logit for *_, logit in _reduced(module)] if log_max_only else []
+            largest = max(largest, getattr(module, _MAX_LOGIT, 0.0), *logits)
             setattr(module, _MAX_LOGIT, 0.0)
         return largest
 
     return clip_qk
 
 
-def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]:
-    """Yield name, module, logits by head and largest logit of the attentions that have logits.
+def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, float]]:
+    """Yield name, module and largest logit of the decoder's attentions that have logits.
+
+    An attention has the logits of all data-parallel ranks while it is yielded, and none then.
 
     Communication: one all-reduce of 4 bytes per head of all layers over dp_cp, instead of
         upstream's one per layer; and one read by the host.
     """
-    attentions = [
-        (name, attention)
-        for name, attention in _attentions(fsdp_module)
-        if attention.core_attention.current_max_attn_logits is not None
-    ]
-    if not attentions:
+    cores = {}
+    for index, layer in enumerate(get_attr_wrapped_model(fsdp_module.module, "decoder").layers):
+        attention: Any = getattr(layer, "self_attention", None)
+        if not hasattr(attention, "clip_qk"):
+            continue
+        name, core = f"decoder.layers.{index}.self_attention", attention.core_attention
+        if not hasattr(core, "current_max_attn_logits"):
+            raise RuntimeError(
+                f"{name}: expected attention that records its largest logits, got "
+                f"{type(core).__name__}. Use --transformer-impl transformer_engine with "
+                "Transformer Engine 2.9 or later, or drop --qk-clip and --log-max-attention-logit."
+            )
+        if core.current_max_attn_logits is not None:
+            cores[name] = attention, core
+    if not cores:
         return
-    logits = [a.core_attention.current_max_attn_logits.float() for _, a in attentions]
+    logits = [core.current_max_attn_logits.float() for _, core in cores.values()]
     flat = torch.cat(logits)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     by_layer = flat.split([heads.numel() for heads in logits])
     largest = torch.stack([heads.max() for heads in by_layer]).tolist()
-    for (name, attention), heads, most in zip(attentions, by_layer, largest, strict=True):
-        yield name, attention, heads, most
-
-
-def _attentions(fsdp_module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attention modules of the decoder's layers, which upstream clips."""
-    decoder = get_attr_wrapped_model(fsdp_module.module, "decoder")
-    for index, layer in enumerate(decoder.layers):
-        attention: Any = getattr(layer, "self_attention", None)
-        if not hasattr(attention, "clip_qk"):
-            continue
-        name = f"decoder.layers.{index}.self_attention"
-        if not hasattr(attention.core_attention, "current_max_attn_logits"):
-            raise RuntimeError(
-                f"{name}: expected attention that records its largest logits, got "
-                f"{type(attention.core_attention).__name__}. Use --transformer-impl "
-                "transformer_engine with Transformer Engine 2.9 or later, or drop --qk-clip and "
-                "--log-max-attention-logit."
-            )
-        yield name, attention
+    for (name, (attention, core)), heads, most in zip(
+        cores.items(), by_layer, largest, strict=True
+    ):
+        core.current_max_attn_logits = heads
+        yield name, attention, most
+        core.current_max_attn_logits = None
 
 
 def _clip(name: str, attention: Any, params: dict[str, Any]) -> None:
-    """Multiply this rank's rows of the main weights by upstream's factors."""
-    weights = {
-        child: params[f"{name}.{child}.weight"] for child in _CLIPPED if hasattr(attention, child)
-    }
-    for child, factors in _factors(attention, weights).items():
-        start, stop = own_rows(weights[child])
-        weights[child]._local_tensor.mul_(factors[start:stop])
-
-
-def _factors(attention: Any, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return upstream's factors of the rows, ``(rows, 1)`` fp32 by layer.
+    """Multiply this rank's rows of the main weights by upstream's factors.
 
     Upstream's own method clips a column of ones: all elements of a row have the same factor.
     """
     device = attention.core_attention.current_max_attn_logits.device
-    columns = {
-        child: torch.ones(tensor_shard_shape(weight)[0], 1, device=device)
-        for child, weight in weights.items()
-    }
     clone = copy.copy(attention)
-    # These hide the layers of the module, which the clone shares with the original.
-    clone.__dict__.update({c: SimpleNamespace(weight=column) for c, column in columns.items()})
+    for child in (child for child in _CLIPPED if hasattr(attention, child)):
+        weight = params[f"{name}.{child}.weight"]
+        column = torch.ones(tensor_shard_shape(weight)[0], 1, device=device)
+        # It hides the layer of the module, which the clone shares with the original.
+        clone.__dict__[child] = SimpleNamespace(weight=column)
     clone.clip_qk()
-    return columns
+    for child in (child for child in _CLIPPED if child in clone.__dict__):
+        weight = params[f"{name}.{child}.weight"]
+        factors = clone.__dict__[child].weight
+        weight._local_tensor.mul_(factors[slice(*own_rows(weight))])

@@ -6,15 +6,13 @@ The optimizer calls, inherits or imitates them. A changed line would not fail by
 would train differently without an error.
 """
 
-import inspect
-import pkgutil
 from collections.abc import Mapping
 
-from megatron_muon.mcore.patching import symbol_problems
+from megatron_muon.mcore.patching import Patch
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
-RELIED_ON: Mapping[str, tuple[str, ...]] = {
+_RELIED_ON: Mapping[str, tuple[str, ...]] = {
     # Blocks of fused QKV follow this line (rows/matrices.py).
     "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon.orthogonalize": (
         "num_query_groups = grad_shape[0] // qkv_split_dim",
@@ -73,18 +71,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# An unknown argument would be ignored, as FSDPZeROTensorParallelMuon replaces the step. use_syrk is
-# one of later releases, which --muon-fsdp-newton-schulz replaces.
-_MUON = "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon.__init__"
-_MUON_PARAMETERS = frozenset(
-    "self params lr momentum nesterov weight_decay use_decoupled_weight_decay split_qkv is_qkv_fn "
-    "qkv_split_shapes fp32_matmul_prec coefficient_type num_ns_steps scale_mode extra_scale_factor "
-    "pg_collection tp_mode use_syrk".split()
-)
-
-# Releases with this symbol have Megatron-FSDP v2 in Megatron's flags, and must have the others.
-V2_FLAG = "megatron.core.distributed:DistributedDataParallelConfig.megatron_fsdp_version"
-V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
+_V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
     # The chained optimizer casts gradients, and restores them, as this one and its children do.
     "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.step_with_ready_grads": (
         "parameter.grad_dtype = original_grad.dtype",
@@ -111,20 +98,10 @@ V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-
-def relied_on_problems() -> list[str]:
-    """Return one sentence for each difference between these symbols and the tested ones."""
-    unknown = inspect.signature(pkgutil.resolve_name(_MUON)).parameters.keys() - _MUON_PARAMETERS
-    problems = [f"{_MUON}: expected no parameter {name}, found one." for name in sorted(unknown)]
-    return problems + _differences(RELIED_ON)
-
-
-def v2_problems() -> list[str]:
-    """Return one sentence for each difference of Megatron-FSDP v2."""
-    return _differences(V2_RELIED_ON)
-
-
-def _differences(symbols: Mapping[str, tuple[str, ...]]) -> list[str]:
-    return [
-        problem for symbol, lines in symbols.items() for problem in symbol_problems(symbol, lines)
-    ]
+RELIED_ON = (
+    *(Patch(symbol, "relied on", source_lines=lines) for symbol, lines in _RELIED_ON.items()),
+    *(
+        Patch(symbol, "relied on", source_lines=lines, applies_to="v2")
+        for symbol, lines in _V2_RELIED_ON.items()
+    ),
+)

@@ -2,26 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tag the parameters whose rows are orthogonalized in blocks, and route parameters to optimizers.
 
-The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which are valid for any rows, so that
-upstream's Muon under DDP splits the same parameters. A run under DDP with the same flags is the
-reference for one under Megatron-FSDP. Only this file decides the blocks of a parameter, by the
-module that holds it.
+The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which are valid for any rows. Only this
+file decides the blocks of a parameter, by the module that holds it.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
     _get_qkv_split_shapes,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 
-from megatron_muon.mcore.options import MuonOptions
-from megatron_muon.mcore.unsupported import MUON_OPTIMIZERS
 from megatron_muon.plan.layout import Splits, all_heads, halves
 
 # Classes in which gate and up alternate, and the field of their configuration with the block size.
@@ -110,8 +105,8 @@ def routing_rule(config: OptimizerConfig, *, skips_router: bool) -> dict[ParamKe
     """Return the overrides that assign parameters to a scalar optimizer.
 
     Megatron's rule selects parameters that are not matrices. With Muon,
-    ``config.muon_scalar_optimizer`` steps them, and parameters that later releases mark; with Lion,
-    Adam does.
+    ``config.muon_scalar_optimizer`` steps them, routers with ``skips_router``, and parameters that
+    modules mark, as Mamba does ``in_proj``; with Lion, Adam does.
     """
     rule = copy.deepcopy(_EMERGING_OPTIMIZERS[config.optimizer].default_param_overrides)
     if config.optimizer == "lion":
@@ -121,65 +116,10 @@ def routing_rule(config: OptimizerConfig, *, skips_router: bool) -> dict[ParamKe
         override.update(to_scalar)
     excluded = ParamPredicate(name="asks_for_another_optimizer", fn=_is_excluded)
     rule[ParamKey(predicate=excluded)] = to_scalar
-    return {**rule, **router_rule(config)} if skips_router else rule
-
-
-def router_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """Return the override of ``--moe-router-skip-muon``."""
-    return {ParamKey(name="*.router.weight"): {"optimizer": config.muon_scalar_optimizer}}
+    if skips_router:
+        rule[ParamKey(name="*.router.weight")] = to_scalar
+    return rule
 
 
 def _is_excluded(param: torch.Tensor) -> bool:
-    """Return whether a module asks for another optimizer, as Mamba does for ``in_proj``."""
     return getattr(param, "use_muon", True) is False
-
-
-def needs_custom_build(config: Any) -> bool:
-    """Return whether the flags ask for more than upstream's function does by itself.
-
-    Args:
-        config: Optimizer configuration.
-    """
-    if config.optimizer not in MUON_OPTIMIZERS:
-        return False
-    options = MuonOptions.of(config)
-    return options.splits != Splits(qkv=options.splits.qkv) or options.moe_router_skip_muon
-
-
-def build_with_flags(
-    original: Callable[..., Any],
-    config: Any,
-    model_chunks: Sequence[Any],
-    config_overrides: dict[Any, Any] | None,
-    pg_collection: Any,
-) -> Any:
-    """Call ``_get_megatron_emerging_optimizer`` with the splits and routes of the flags.
-
-    Args:
-        original: Upstream's function.
-        config: Optimizer configuration.
-        model_chunks: Model chunks, not of Megatron-FSDP.
-        config_overrides: Per-parameter settings.
-        pg_collection: Process groups of the model.
-    """
-    options = MuonOptions.of(config)
-    for chunk in model_chunks:
-        tag_blocks(chunk, options.splits, lambda param: param.shape[0])
-    overrides = {**(config_overrides or {})}
-    if options.moe_router_skip_muon:
-        overrides.update(router_rule(config))
-    # Only the tags decide about splits, as under Megatron-FSDP.
-    config = copy.copy(config)
-    config.muon_split_qkv = True
-    # Upstream's function would overwrite our tags of query, key and value.
-    upstream = mcore_optimizer._get_qkv_split_shapes
-    mcore_optimizer._get_qkv_split_shapes = _no_split_shapes
-    try:
-        return original(config, model_chunks, overrides, pg_collection)
-    finally:
-        mcore_optimizer._get_qkv_split_shapes = upstream
-
-
-def _no_split_shapes(_model_config: Any) -> list[int]:
-    """Return a size that divides no number of rows, so that upstream tags nothing."""
-    return [2**62]

@@ -73,8 +73,8 @@ _TOLERANCE = 5e-7
 
 # Repairs whose place upstream has mended.
 _MENDED = """
-from megatron_muon.mcore.patches import PATCHES, V2_PATCHES
-for patch in (*PATCHES, *V2_PATCHES):
+from megatron_muon.mcore.patches import PATCHES
+for patch in PATCHES:
     if patch.is_repaired():
         print(f"- {patch.symbol}: mended upstream, so that this is skipped: {patch.purpose}")
 """
@@ -202,7 +202,7 @@ def check(case: Sequence[str | None], environment: Environment, names: Sequence[
     Where ``enable()`` refuses, the launcher must too: a training is tried, and nothing else.
     """
     installed = dict(zip(versions.ACCEPTED_VERSIONS, case, strict=True))
-    claim = "refused" if versions.version_problems(installed) else "ok"
+    claim = "refused" if versions.misfits(installed) else "ok"
     words, reasons = [], []
     for name in names:
         if claim == "refused" and name not in ("enable", "parity"):

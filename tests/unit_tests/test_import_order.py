@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, str]] = {
     # Commands, which no training process imports.
     "tools": (
         "user_errors newton_schulz plan runtime rows step fsdp2 mcore",
-        "torch",
+        "torch megatron",
     ),
     "check": ("tools", ""),
     "checkpoint": ("tools", ""),

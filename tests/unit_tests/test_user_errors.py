@@ -24,8 +24,7 @@ def test_refused_flags_end_with_one_text_on_rank_0():
     text = (
         "megatron_muon: --optimizer muon --use-megatron-fsdp cannot run with:\n"
         "  --fp16: emerging optimizers have no loss scaling; use --bf16.\n"
-        "  --ckpt-convert-format, got torch_dist: a Megatron-FSDP model writes no other format; "
-        "drop it.\n"
+        "  --ckpt-convert-format: a Megatron-FSDP model writes no other format; drop it.\n"
         "  --muon-fsdp-max-owners: expected a power of two, got 3. "
     )
     # Rank 0 prints it, unless rank 1 failed first and torchrun ended rank 0 before it could.
@@ -35,7 +34,7 @@ def test_refused_flags_end_with_one_text_on_rank_0():
     assert "raise ChildFailedError" in done.stderr
     assert "megatron_muon/" not in done.stderr, "a frame of this package"
     summary = done.stderr.rpartition("Root Cause (first observed failure)")[2]
-    assert "got torch_dist" in summary
+    assert "--ckpt-convert-format" in summary
 
 
 @pytest.fixture

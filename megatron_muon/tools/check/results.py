@@ -145,7 +145,7 @@ def check_megatron_step() -> Finding:
     if not torch.cuda.is_available():
         return Finding("SKIP", "Megatron-LM needs a GPU")
     try:
-        from megatron_muon.mcore.parity import train_small_gpt
+        from megatron_muon.tools.check.parity import train_small_gpt
     except ImportError as error:
         return Finding("SKIP", f"megatron-core: {error}")
     losses = functools.partial(train_small_gpt, num_steps=2 * _NUM_STEPS)

@@ -92,7 +92,7 @@ def _load_what_does_not_fit() -> None:
     with pytest.raises(RuntimeError, match="Nothing was loaded") as error:
         optimizer.load_state_dict(wrong)
     for text in (
-        *(f"state.{name}: expected momentum_buffer DTensor of shape" for name in names[:3]),
+        *(f"state.{name}.momentum_buffer: expected DTensor of shape" for name in names[:3]),
         f"param_to_group_meta.{names[3]}: expected group settings, got nothing",
     ):
         assert f"rank 1: {text}" in str(error.value)

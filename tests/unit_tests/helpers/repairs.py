@@ -7,10 +7,10 @@ def without(name: str) -> None:
     """Leave out one patch, by the end of its symbol, before the launcher enables them."""
     from megatron_muon.mcore import patches
 
-    lists = patches.PATCHES, patches.V2_PATCHES
-    patches.PATCHES, patches.V2_PATCHES = (
-        tuple(p for p in each if not p.symbol.replace(":", ".").endswith(f".{name}"))
-        for each in lists
+    kept = tuple(
+        patch
+        for patch in patches.PATCHES
+        if not patch.symbol.replace(":", ".").endswith(f".{name}")
     )
-    num_kept = len(patches.PATCHES) + len(patches.V2_PATCHES)
-    assert num_kept == sum(map(len, lists)) - 1
+    assert len(kept) == len(patches.PATCHES) - 1
+    patches.PATCHES = kept

@@ -103,10 +103,9 @@ def wrap_gpt(gpt: Any, sharding: str, **ddp_settings: Any) -> Any:
     return model
 
 
-def build_optimizer(model: Any, exchange: Any = None, **settings: Any) -> Any:
+def build_optimizer(model: Any, **settings: Any) -> Any:
     """Build the optimizer the way a script on megatron-core does, with the patches enabled."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer import get_standard_config_overrides as overrides
 
     import megatron_muon
 
@@ -120,10 +119,6 @@ def build_optimizer(model: Any, exchange: Any = None, **settings: Any) -> Any:
             **settings,
         }
     )
-    if exchange is not None:
-        return megatron_muon.build_megatron_fsdp_emerging_optimizer(
-            config, [model], overrides(config), exchange=exchange
-        )
     return get_megatron_optimizer(config, [model])
 
 

@@ -14,6 +14,7 @@ from gpt_flags import FSDP, MUON, SMALL_GPT
 
 from helpers.device import has_megatron
 from helpers.ranks import Run, launch
+from helpers.split_reference import under_ddp
 
 SEQ_LENGTH, NUM_ITERATIONS = 16, 8
 
@@ -147,7 +148,8 @@ def _reference(
     size = size or num_samples * num_tensor // in_stage // num_microbatches
     batches = ("--global-batch-size", str(num_samples), "--micro-batch-size", str(size))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
-    return launch(num_ranks, toy_gpt(*flags, *batches), before=before, env=env).check()
+    upstreams, before = under_ddp(flags, before)
+    return launch(num_ranks, toy_gpt(*upstreams, *batches), before=before, env=env).check()
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers.later_releases import pretend_emerging_optimizers_0_5
 from helpers.ranks import Run, launch, run_ranks
+from helpers.split_reference import SKIP_ROUTER, under_ddp
 from helpers.toy_fsdp import (
     build_gpt,
     build_model,
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.ranks
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 ONE_ITERATION = ("--train-iters", "1", "--lr-warmup-iters", "0")
-SKIP_ROUTER = "--moe-router-skip-muon"
 
 
 def _print_routes() -> None:
@@ -73,12 +73,13 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
     flags = (*flags, *ONE_ITERATION)
     run = launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
     found, text = routes(run), run.outputs[0]
-    expected = routes(launch(2, toy_gpt(*flags), before=_print_routes).check())
+    upstreams, before = under_ddp(flags, _print_routes)
+    expected = routes(launch(2, toy_gpt(*upstreams), before=before).check())
     assert found == expected
     assert {"muon"} < {route[0] for route in found[0].values()}
     routers = {route[0] for name, route in found[0].items() if ".router." in name}
     assert routers <= {"AdamW" if SKIP_ROUTER in flags else "muon"}
-    log = next(line for line in text.splitlines() if "Muon under Megatron-FSDP" in line)
+    log = next(line for line in text.splitlines() if "muon under Megatron-FSDP" in line)
     assert "not 2-D, or not for Muon by its rules" in log
 
 

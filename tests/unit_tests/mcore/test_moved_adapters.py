@@ -180,9 +180,10 @@ from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimize
 from megatron_muon import enable
 enable()
 from megatron_muon.mcore.gradient_repairs import count_shards_once
-from megatron_muon.mcore.patches import V2_PATCHES
+from megatron_muon.mcore.patches import PATCHES
 
-assert [each.wrap for each in V2_PATCHES if each.is_repaired()] == [count_shards_once]
+mended = [each.wrap for each in PATCHES if each.applies_to == "v2" and each.is_repaired()]
+assert mended == [count_shards_once]
 assert not hasattr(FullyShardedOptimizer.__init__, "__wrapped__")
 """
 

@@ -52,7 +52,7 @@ def train_small_gpt(*, is_sharded: bool, num_steps: int) -> list[float]:
         parallel_state.destroy_model_parallel()
 
 
-def _wrapped_gpt(is_sharded: bool) -> Any:
+def _wrapped_gpt(is_sharded: bool) -> torch.nn.Module:
     config = TransformerConfig(
         num_layers=2,
         hidden_size=64,
@@ -82,7 +82,11 @@ def _wrapped_gpt(is_sharded: bool) -> Any:
     return wrapper(config, ddp_config, gpt)
 
 
-def _step(model: Any, optimizer: Any, generator: torch.Generator) -> float:
+def _step(
+    model: Any,  # noqa: ANN401 - either wrapper of Megatron
+    optimizer: Any,  # noqa: ANN401
+    generator: torch.Generator,
+) -> float:
     model.zero_grad_buffer()
     optimizer.zero_grad()
     # Each token follows from the one before it.
