@@ -9,7 +9,7 @@ import types
 
 import pytest
 from helpers.ranks import launch, run_ranks
-from helpers.toy_gpt import INTERLEAVED, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import HSDP, INTERLEAVED, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
 
 from megatron_muon.mcore.unsupported import raise_where_refused
 from megatron_muon.user_errors import SettingsError
@@ -84,6 +84,9 @@ LINES = {
     ),
     tuple(toy_gpt("--muon-split-glu")): (
         "--muon-split-glu: expected --use-megatron-fsdp with --optimizer muon or adaptive_muon"
+    ),
+    tuple(f for f in fsdp_toy_gpt("optim", *HSDP) if not f.startswith("--overlap")): (
+        "HSDP without --overlap-grad-reduce: Megatron-FSDP then never reduces gradients"
     ),
     **{tuple(fsdp_toy_gpt(ZERO_3, *flags)): message for flags, message in REFUSALS},
 }
