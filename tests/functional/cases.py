@@ -146,7 +146,6 @@ def _load_case(name: str, settings: Mapping[str, Any]) -> Case:
 
 
 def select_cases(names: list[str], platform: str) -> list[Case]:
-    """Choose cases by name, or all of a platform."""
     cases = load_cases()
     here = {case.name: case for case in cases if case.platform == platform}
     for name in names:

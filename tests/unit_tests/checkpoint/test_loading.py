@@ -66,7 +66,6 @@ def saved_with(tmp_path_factory) -> Callable[..., Path]:
 
 
 def _load(folder: Path, *flags: str, train: Sequence[str] = TRAIN, **options) -> Run:
-    """Load a checkpoint and train one iteration."""
     arguments = [*train, "--load", str(folder), "--ckpt-step", str(SAVED_AT), *flags]
     return launch(2, fsdp_toy_gpt(Z3, *arguments, *ONE_MORE), **options)
 
@@ -88,7 +87,6 @@ def watch_load(status: str) -> None:
 
 
 def _copy(folder: Path, target: Path) -> Path:
-    """Copy the checkpoint and the tracker."""
     shutil.copytree(folder / INNER, target / INNER)
     (target / TRACKER).write_text(str(SAVED_AT))
     return target

@@ -22,7 +22,6 @@ def algorithms(model: nn.Module, **options: Any) -> dict[str, str]:
 
 
 def of_adamw(model: nn.Module) -> set[str]:
-    """Return the names of parameters that AdamW steps."""
     return {name for name, algorithm in algorithms(model).items() if algorithm == "adamw"}
 
 
@@ -46,7 +45,6 @@ def modules(**members: Any) -> nn.Module:
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear layer without a bias."""
     return nn.Linear(inputs, outputs, bias=False)
 
 

@@ -104,7 +104,6 @@ def _save(folder: str) -> None:
 
 
 def _load(folder: str, layouts: Sequence[str]) -> None:
-    """Load in other layouts, and make the next step."""
     for layout, (kind, shapes) in itertools.product(layouts, KINDS.items()):
         model = Version1(layout, *shapes, seed=50)
         muon = _muon(model)

@@ -121,7 +121,6 @@ def _ways() -> dict[str, Any]:
 
 
 def _tensors(net: ShardedNet, optimizer: Any) -> dict[str, Any]:
-    """Return parameters and their states by name."""
     return {
         f"{name}.{key}": (name, tensor)
         for name, param in net.named.items()
@@ -165,7 +164,6 @@ def _save(folder: str) -> None:
 
 
 def _load(folder: str) -> None:
-    """Load what each layout has saved, and make the next step."""
     for layout in layouts():
         saved, expected = torch.load(f"{folder}/{layout}")
         for way, (_, load) in _ways().items():

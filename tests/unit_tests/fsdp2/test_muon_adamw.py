@@ -132,7 +132,6 @@ def test_groups_may_be_added_until_the_first_step():
 
 
 def _compiled() -> None:
-    """Compile the step, the first one too, beside steps that are not."""
     init_group()
     # Other tests run without the compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "0"

@@ -30,7 +30,6 @@ def _assert_refused(said: str, call: Callable[[], Any]) -> None:
 
 
 def _param(*shape: int, **marks: Any) -> Any:
-    """Return a plain parameter with attributes."""
     param = torch.nn.Parameter(torch.ones(shape))
     for name, value in marks.items():
         setattr(param, name, value)
@@ -194,11 +193,9 @@ class WrongMethod:
     """A method of adaptive Muon that returns another shape."""
 
     def state_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Return the shape of the state."""
         return 1, 1
 
     def __call__(self, results: Any, state: Any) -> Any:
-        """Return the first of the results."""
         return results[0]
 
 
@@ -228,15 +225,11 @@ def test_gradients_in_float16_are_refused():
 
 
 class Hooked(Muon):
-    """Changes weights after a step."""
-
     def post_weight_update_fn_inplace(self, p: Any) -> None:
         p.div_(p.norm())
 
 
 class Decays(Muon):
-    """Decays weights otherwise."""
-
     def _apply_weight_decay_inplace(self, *args: Any) -> None:
         pass
 

@@ -100,7 +100,6 @@ def _forms(kind: str) -> tuple[bool, ...]:
 
 
 def _save(folder: str) -> None:
-    """Save after two and three steps."""
     init_group()
     for kind in dict(WAYS):
         model, optimizers = _build(kind, [torch.distributed.get_world_size()])

@@ -33,16 +33,13 @@ class Tensors(NamedTuple):
     exchange: ExchangeSettings
 
     def make(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32) -> Any:
-        """Make parameters."""
         return [torch.nn.Parameter(torch.randn(s, device=self.device, dtype=dtype)) for s in shapes]
 
     def muon(self, dtype: torch.dtype = torch.float32, **options: Any) -> Muon:
-        """Build Muon of the matrices."""
         params = self.make(self.shapes, dtype)
         return Muon(params, nesterov=True, exchange=self.exchange, **options)
 
     def muon_and(self, algorithm: str, **options: Any) -> MuonAdamW:
-        """Build an optimizer of the matrices, and of the others with another algorithm."""
         others = {"params": self.make(self.others), "algorithm": algorithm, **options}
         return MuonAdamW([{"params": self.make(self.shapes)}, others], exchange=self.exchange)
 

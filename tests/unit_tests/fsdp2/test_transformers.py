@@ -68,7 +68,6 @@ MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 def _matrices(
     model: nn.Module, blocks: dict[str, int | tuple[int, ...] | None]
 ) -> dict[str, Sharded]:
-    """Return the matrices that are Muon's, by name."""
     found = {}
     for name, param in model.named_parameters():
         pattern = next((key for key in blocks if re.search(key.removesuffix(" T"), name)), None)

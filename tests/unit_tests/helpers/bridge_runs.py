@@ -19,7 +19,6 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "recipes")]
 
 
 def main() -> None:
-    """Run all."""
     recipe = importlib.import_module("with_megatron_bridge")
     import torch.distributed as dist
     from cpu_ranks import end_process

@@ -34,7 +34,6 @@ def update_only_rank_0() -> None:
     original = MuonStep.step
 
     def step(self: Any) -> None:
-        """Step, then put the rows back."""
         params = [param for muon in self.optimizers for param in muon.params]
         before = [param._local_tensor.clone() for param in params]
         original(self)
@@ -50,7 +49,6 @@ def skip_newton_schulz() -> None:
     from megatron_muon.newton_schulz.standard import Standard
 
     def normalized(self: Any, stack: Any, call: Any) -> Any:
-        """Divide each matrix by its norm."""
         return stack / stack.float().norm(dim=(-2, -1), keepdim=True).to(stack.dtype)
 
     Standard.run = normalized
@@ -66,7 +64,6 @@ def flip_rows_of_other_ranks() -> None:
     original = PlanRunner.orthogonalize
 
     def flipped(self: Any, index: int) -> Any:
-        """Flip what arrived."""
         for rows in self._unpacking[index]._sources:
             rows.neg_()
         return original(self, index)

@@ -197,7 +197,6 @@ def joined(of_ranks: Sequence[Mapping[str, Shard]]) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Compare two sets of whole tensors bit for bit."""
     assert found.keys() == expected.keys()
     different = [name for name in found if not torch.equal(found[name], expected[name])]
     assert not different, different

@@ -82,7 +82,6 @@ class Timing:
         self._under_way: list[_Late] = []  # launched and not waited for, in order
 
     def launch(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> "_Late":
-        """Launch a collective."""
         work = _Late(self, f"{name} {self.num_launched}", name, original, arguments)
         self.num_launched += 1
         self._under_way.append(work)
@@ -117,10 +116,13 @@ class Timing:
 
         def chained() -> Any:
             beside = None if work is None else _Beside(self, work)
+            chain = Chain(torch.device("cpu"))
+            # CPU ranks take every device for theirs, and would chain as gloo does.
+            chain._stream = mock.Mock()
             with mock.patch.multiple(
-                torch.cuda, Stream=mock.Mock(), stream=mock.MagicMock(), current_stream=mock.Mock()
+                torch.cuda, stream=mock.MagicMock(), current_stream=mock.Mock()
             ):
-                found = after(Chain(torch.device("cuda", 0)), beside, start)
+                found = after(chain, beside, start)
             # Who waits for the second one has waited for the first one.
             return found if found is None or found is beside else _Both(found, beside)
 
@@ -309,5 +311,4 @@ def _replacement(timing: Timing, name: str, original: Callable[..., Any]) -> Cal
 
 
 def equal_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors are the same bit for bit, NaN included."""
     return len(found) == len(expected) and all(map(_same_bits, found, expected))

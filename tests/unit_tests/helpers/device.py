@@ -93,7 +93,6 @@ class Place:
 
 
 def place_ranks(world_size: int) -> list[Place]:
-    """Place the ranks of a world."""
     if kind() == "cpu":
         return [Place("cpu", rank, "gloo") for rank in range(world_size)]
     import torch

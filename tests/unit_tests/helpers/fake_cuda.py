@@ -67,7 +67,6 @@ class Recorder(OperationCounter):
         self.clear()
 
     def clear(self) -> None:
-        """Record anew."""
         self.allocations: list[Allocation] = []
         self.waits: list[Wait] = []
         self.slow_copies: list[Wait] = []
@@ -145,7 +144,6 @@ class Recorder(OperationCounter):
         ]
 
     def wait(self, cause: str) -> None:
-        """Record that the host waits."""
         self.waits.append(self._wait(cause))
         self._since_wait = []
 
@@ -153,7 +151,6 @@ class Recorder(OperationCounter):
         return Wait(*_place(), cause, len(self.allocations))
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Remember that a tensor of the host is pinned."""
         storage = tensor.untyped_storage()
         self._pinned[storage._cdata] = storage
         return tensor
@@ -202,11 +199,9 @@ class _Stream:
         self._recorder = recorder
 
     def synchronize(self) -> None:
-        """Record a wait."""
         self._recorder.wait("synchronize")
 
     def query(self) -> bool:
-        """Return that all is done."""
         return True
 
     def __enter__(self) -> "_Stream":

@@ -34,7 +34,6 @@ class Sharded:
     has_empty_grads: bool = True  # whether an empty part gets a gradient
 
     def own(self, whole: Any) -> Any:
-        """Cut this rank's part out of a tensor that is shaped like the whole one."""
         for chunk in self.param.__create_chunk_list__():
             ranges = zip(chunk.offsets, chunk.sizes, strict=True)
             cut = whole[tuple(slice(start, start + size) for start, size in ranges)]
@@ -49,7 +48,6 @@ class Sharded:
         self.param.grad = grad if part.numel() or self.has_empty_grads else None
 
     def draw_grad(self, seed: int) -> None:
-        """Set this rank's part of a gradient that is drawn."""
         self.set_grad(drawn(self.whole.shape, seed))
 
 
@@ -60,7 +58,6 @@ class Part(Sharded):
     index: tuple[slice, ...] = ()
 
     def own(self, whole: Any) -> Any:
-        """Cut this rank's part out of a tensor that is shaped like the whole one."""
         return whole[self.index]
 
 
@@ -79,13 +76,11 @@ def local(tensor: Any) -> Any:
 
 
 def save_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
-    """Save a model with its optimizers by ``torch.distributed.checkpoint``."""
     state = get_state_dict(model, optimizers, options=options)
     dcp.save(dict(zip("mo", state, strict=True)), checkpoint_id=folder)
 
 
 def load_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
-    """Load what ``save_state()`` has saved."""
     state = dict(zip("mo", get_state_dict(model, optimizers, options=options), strict=True))
     dcp.load(state, checkpoint_id=folder)
     loaded = {"model_state_dict": state["m"], "optim_state_dict": state["o"]}
@@ -332,20 +327,17 @@ def small_model(dtype: torch.dtype = torch.float32, *, is_sharded: bool = False)
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
-    """Step with gradients that are drawn."""
     draw_grads(model.parameters(), seed)
     optimizer.step()
 
 
 def copies(model: Any, optimizer: Any) -> list[Any]:
-    """Return copies of this rank's weights and state."""
     params = list(model.parameters())
     states = [each for param in params for each in optimizer.state.get(param, {}).values()]
     return [local(each).detach().clone() for each in (*params, *states)]
 
 
 def equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether lists of tensors are equal."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 

@@ -18,14 +18,12 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: Any) -> torch.Tensor:
-        """Return ``rows @ weight.T``."""
         ctx.save_for_backward(rows, weight)
         ctx.weight, ctx.overwrites = weight, getattr(weight, "overwrite_main_grad", False)
         return rows @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        """Return the gradient of the input, and a dummy for the weight."""
         (grad_output,) = grad_outputs
         rows, weight = ctx.saved_tensors
         gradient = grad_output.flatten(0, -2).t() @ rows.flatten(0, -2)

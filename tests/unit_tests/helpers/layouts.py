@@ -147,7 +147,6 @@ def elements_of(route: Route) -> list[tuple[int, int, int, int]]:
 
 @st.composite
 def plan_orders(draw: st.DrawFn) -> PlanOrder:
-    """Orders of up to six buckets."""
     has_replicas = draw(st.booleans())
     return PlanOrder(
         num_buckets=draw(st.integers(0, 6)),

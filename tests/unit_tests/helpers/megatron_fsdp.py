@@ -35,7 +35,6 @@ RELEASED = ("zero3", "hsdp")
 
 
 def module_of(name: str) -> Any:
-    """Import a module of Megatron-FSDP."""
     is_alone = importlib.util.find_spec("megatron_fsdp") is not None
     package = "megatron_fsdp" if is_alone else "megatron.core.distributed.fsdp.src.megatron_fsdp"
     return importlib.import_module(f"{package}.{name}")
@@ -150,7 +149,6 @@ class ShardedNet:
                 self.model(x, num_used).backward()
 
     def own(self, name: str, whole: Any) -> Any:
-        """Cut this rank's rows out of a whole matrix."""
         return whole[self._rows[name]]
 
     def whole(self, name: str, like: Any) -> Any:

@@ -77,7 +77,6 @@ def row(
     setting: Setting = FP32,
     is_slow: bool = True,
 ) -> Any:
-    """Return a row of the table of test_parity.py."""
     marks = [pytest.mark.slow] if is_slow else []
     zero, version = (3, V2) if sharding == "v2" else (int(sharding), ())
     if version:
@@ -111,5 +110,4 @@ def check_trains_like_ddp(
 
 
 def norms(run: Run) -> list[float]:
-    """Return the gradient norm of every iteration."""
     return [record["grad_norm"] for record in run.history]

@@ -55,7 +55,6 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Training loss of every iteration."""
         return [record["loss"] for record in self.history]
 
     def check(self) -> "Run":

@@ -67,7 +67,6 @@ class Optimizers:
     key: str = "momentum_buffer"
 
     def set_gradients(self, step: int) -> None:
-        """Give both the same gradients."""
         for index, (param, reference, part) in enumerate(self.params):
             block = self.tensor_rank if getattr(param, "partition_dim", -1) >= 0 else 0
             grad = whole_matrix(reference.shape, 1000 * step + index, block)
@@ -77,14 +76,12 @@ class Optimizers:
             param.grad = with_local(param, grad[start:stop].clone()) if stop > start else None
 
     def state(self) -> list[tuple[Any, Any]]:
-        """Copy the local parameters and their momentum."""
         return [
             (param._local_tensor.clone(), self.sharded.state[param][self.key]._local_tensor.clone())
             for param, _, _ in self.params
         ]
 
     def set_state(self, state: Sequence[tuple[Any, Any]]) -> None:
-        """Copy back what ``state()`` returned."""
         for (param, _, _), (value, momentum) in zip(self.params, state, strict=True):
             param._local_tensor.copy_(value)
             self.sharded.state[param][self.key]._local_tensor.copy_(momentum)
@@ -279,7 +276,6 @@ def split_always(num_parts: int) -> Iterator[None]:
     """Split every matrix that may be split over this many owners, whether it pays or not."""
 
     def choose(matrices: Sequence[Any], *_: Any) -> list[int]:
-        """Split all, over at most the ranks that there are."""
         return [min(num_parts, len(each.ranks)) for each in matrices]
 
     with mock.patch("megatron_muon.plan.owners._choose_parts", choose):

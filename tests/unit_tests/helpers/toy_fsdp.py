@@ -84,7 +84,6 @@ def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
 
 
 def wrap_gpt(gpt: Any, sharding: str, **ddp_settings: Any) -> Any:
-    """Wrap a model in Megatron-FSDP."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
@@ -146,7 +145,6 @@ def run_backward(
 
 
 def main_weights(model: Any) -> dict[str, Any]:
-    """Copy this rank's shards of the main weights."""
     buffers = model.param_and_grad_buffer
     return {
         name: param._local_tensor.detach().clone()

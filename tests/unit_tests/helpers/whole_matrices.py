@@ -41,7 +41,6 @@ class WholeMuon:
         self._muons = [build(matrices, **settings) for matrices in self._matrices]
 
     def step(self, grads: Sequence[torch.Tensor]) -> None:
-        """Step with whole gradients."""
         for each, matrices, optimizer, grad in zip(
             self._parameters, self._matrices, self._muons, grads, strict=True
         ):

@@ -23,7 +23,6 @@ MATRICES = [
 
 
 def _build(method: str | None, **options: Any) -> Any:
-    """Build ours with a method, beside upstream's Muon."""
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
     sharded = functools.partial(FSDPZeROTensorParallelMuon, moment2_method=method, beta2=0.9)
@@ -31,7 +30,6 @@ def _build(method: str | None, **options: Any) -> Any:
 
 
 def _by_block(method: str, sums_in_float64: bool, **options: Any) -> list[str]:
-    """Step beside emerging-optimizers, and list what differs."""
     settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "beta2": 0.9, "nesterov": True}
     return differences_by_block(
         _build(method, **options), "fp32", method, sums_in_float64=sums_in_float64, **settings
@@ -59,8 +57,6 @@ def _calls_of_many_blocks(num_layers: int = 24) -> dict[str, tuple[int, dict[str
     """Return by method the number of blocks, and the calls of a step that Muon's does not make."""
 
     class Counted(TorchDispatchMode):
-        """Count operations by name, but for views."""
-
         def __init__(self) -> None:
             super().__init__()
             self.calls: Counter[str] = Counter()

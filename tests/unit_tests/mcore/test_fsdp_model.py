@@ -150,7 +150,6 @@ def _own_rows(param: Any, sharding: str) -> tuple[int, int]:
 
 
 def _step(sharding: str, settings: dict[str, Any]) -> list[Any]:
-    """Return the wrong rows, the number of empty shards, and results of both steps."""
     model = build_model(sharding, **settings)
     wrong_rows = _wrong_rows(model)
     num_empty = sum(param._local_tensor.numel() == 0 for param, _ in _matrices(model))
@@ -242,7 +241,6 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], int, int]] = {
 
 
 def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
-    """Log construction, and the second step."""
     model = build_model(sharding, **settings)
     construction: list[list[Any]] = []
     with _logged(construction):

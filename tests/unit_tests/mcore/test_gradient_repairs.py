@@ -33,7 +33,6 @@ BF16_REDUCTION = (
 
 
 def _norms(world_size: int, flags: list[str], missing: str | None = None) -> list[float]:
-    """Return the gradient norm of each iteration."""
     before = functools.partial(without, missing) if missing else None
     return [each["grad_norm"] for each in launch(world_size, flags, before=before).check().history]
 

@@ -100,7 +100,6 @@ class Row(NamedTuple):
     method: str | None = None
 
     def differences(self) -> list[str]:
-        """Step three times, and list what differs."""
         comm_dtype, options = self.exchange["comm_dtype"], dict(self.options)
         if self.method is not None:
             options |= _adaptive(self.method, self.num_shards)
@@ -126,8 +125,6 @@ def _adaptive(method: str, num_shards: int) -> dict[str, Any]:
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
     class Whole(TensorParallelAdaptiveMuon):
-        """As on Megatron-LM main at d98e8a64."""
-
         def __init__(self, params: Any, **kwargs: Any) -> None:
             super().__init__(params, **kwargs)
             self.scale_mode = kwargs["scale_mode"]
@@ -262,7 +259,6 @@ def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
 
 
 def _disagree() -> list[str]:
-    """Return the errors of parameters that rank 1 has frozen, named or sharded otherwise."""
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
 

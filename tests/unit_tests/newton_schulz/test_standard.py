@@ -121,7 +121,6 @@ def test_workspace_of_a_part_has_the_gram_matrix_of_the_whole():
 
 
 def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
-    """Orthogonalize a stack as a step does."""
     found = stack.clone()
     whole = stack.shape[1], stack.shape[2]
     StackTask(found, BACKENDS[backend], NewtonSchulzArgs(settings(), whole, True), (0,)).run()
@@ -129,7 +128,6 @@ def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
 
 
 def _one_by_one(stack: torch.Tensor) -> torch.Tensor:
-    """Run upstream's steps on every matrix."""
     results = []
     for matrix in stack:
         x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix

@@ -66,7 +66,6 @@ def _agree() -> dict[str, str]:
 
 @functools.cache
 def verdicts() -> list[dict[str, str]]:
-    """Return what each of three ranks raised."""
     return run_ranks(3, _agree).check().results
 
 
@@ -196,7 +195,6 @@ def _on_five_ranks() -> dict[str, Any]:
 
 @functools.cache
 def of_ranks() -> list[dict[str, Any]]:
-    """Return what each of five ranks found."""
     return run_ranks(5, _on_five_ranks).check().results
 
 

@@ -59,7 +59,6 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
 
 
 def _build_within(limit: int) -> str:
-    """Build with a limit of memory; return the memory that is used, or the error."""
     try:
         built = build_optimizers(2, exchange={"staging_bytes": limit}, cases=[(64, [40, 24])] * 9)
     except RuntimeError as error:
@@ -102,8 +101,6 @@ GRAM: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """Choices of two ranks, in their order."""
-
     choices: Sequence[str]
     gram: Sequence[str] = ("", "")
     settings: Sequence[dict[str, Any]] = ({}, {})

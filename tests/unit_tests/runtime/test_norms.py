@@ -14,7 +14,6 @@ from megatron_muon.runtime import norms
 
 
 def _block_norms(shapes: list[tuple[int, int]]) -> norms.BlockNorms:
-    """Return the norms of matrices that one rank holds whole."""
     matrices = [one_matrix([rows], num_cols=cols) for rows, cols in shapes]
     return norms.BlockNorms(SimpleNamespace(matrices=matrices), None, device(), device())
 

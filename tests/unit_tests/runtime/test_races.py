@@ -158,7 +158,6 @@ BUCKETS = {
 
 
 def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
-    """Leave out one wait() after the other."""
     # A step frees its memory at its end; what arrives afterwards would be written to nowhere.
     Arena.free = lambda self: None
     init_group()

@@ -33,7 +33,6 @@ class _Streams:
         self.beside_exchange: set[int] = set()
 
     def run(self, function: Callable[[], Any]) -> None:
-        """Run, or enqueue, by the current stream."""
         self.num_copies += self.is_other
         if not self.is_other or not self.is_late:
             function()
@@ -43,7 +42,6 @@ class _Streams:
 
     @contextmanager
     def other(self, *_: Any) -> Iterator[None]:
-        """Make the other stream current."""
         self.is_other = True
         yield
         self.is_other = False

@@ -70,12 +70,10 @@ def _run(checkpoints: str, *flags: str) -> list[float]:
 
 
 def _train(folder: Path, checkpoints: str, *flags: str) -> list[float]:
-    """Train without a stop, and return all losses."""
     return _run(checkpoints, "--save", str(folder), "--save-interval", str(SAVED_AT), *flags)
 
 
 def _resume(folder: Path, checkpoints: str, *flags: str) -> list[float]:
-    """Go on from a checkpoint, and return the losses of the iterations that follow."""
     return _run(checkpoints, "--load", str(folder), "--no-load-rng", *flags)
 
 
