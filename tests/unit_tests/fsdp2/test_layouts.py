@@ -6,7 +6,6 @@ Layouts of FSDP2, plain tensors of DDP and of tensor parallelism, and Megatron-F
 which no Megatron trains here.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.device import has_megatron, init_group, kind
+from helpers.device import has_megatron, kind
 from helpers.fsdp2_models import FSDP2, OTHERS, Sharded, drawn, expert_parallel, local
 from helpers.megatron_fsdp import version_1
-from helpers.ranks import Run, run_ranks
+from helpers.ranks import cached_cases
 from helpers.whole_matrices import WholeMuon, differences
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
@@ -45,8 +44,6 @@ ADAPTIVE_LAYOUTS = ("uneven", "columns", "experts", "expert_rows", "expert_colum
 
 
 class Row(NamedTuple):
-    """A layout on so many ranks."""
-
     build: Callable[[], list[Sharded]]
     settings: Sequence[Setting] = PLAIN
     marks: Sequence[pytest.MarkDecorator] = ()
@@ -66,7 +63,6 @@ def _megatron_row(layout: str, size: int, *, is_even: bool = False, **options: A
 
 
 def _table() -> dict[int, dict[str, Row]]:
-    """Return the layouts by number of ranks and name."""
     table = {
         size: {name: _fsdp2_row(name, size) for name in names} for size, names in FSDP2.items()
     }
@@ -195,48 +191,42 @@ def _domains() -> list[list[Any]]:
     return found
 
 
-class Found(NamedTuple):
-    """Differences of a row from whole matrices and from two optimizers; holders and owners."""
-
-    different: list[str]
-    holders: dict[str, list[int]]
-    owners: list[list[int]]
-
-
-def _step_rows(size: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return what is found, by row."""
-    init_group()
-    found: dict[str, Any] = {"domains": _domains()} if size == 4 else {}
-    for name in names:
-        row, different = TABLE[size][name], []
-        for setting in row.settings:
-            muon, of_setting = _step(row.build(), setting)
-            different += [f"{setting}: {each}" for each in of_setting]
-        if name in AS_TWO.get(size, ()):
-            different += _step_as_two(row.build)
-        plans = muon.engine.plans
-        holders = {x.name: sorted(x.elements_by_rank) for plan in plans for x in plan.matrices}
-        owners = [list(ranks) for plan in plans for ranks in plan.owners]
-        found[name] = Found(different, holders, owners)
-    return found
+def _step_row(size: int, name: str) -> dict[str, Any]:
+    """Return differences from whole matrices and from two optimizers; holders and owners."""
+    row, different = TABLE[size][name], []
+    for setting in row.settings:
+        muon, of_setting = _step(row.build(), setting)
+        different += [f"{setting}: {each}" for each in of_setting]
+    if name in AS_TWO.get(size, ()):
+        different += _step_as_two(row.build)
+    plans = muon.engine.plans
+    return {
+        "different": different,
+        "holders": {x.name: sorted(x.elements_by_rank) for plan in plans for x in plan.matrices},
+        "owners": [list(ranks) for plan in plans for ranks in plan.owners],
+    }
 
 
-@functools.cache
-def _run_of(size: int, is_slow: bool) -> Run:
-    """Step the rows of one world of ranks."""
-    names = [
-        name
-        for name, row in TABLE[size].items()
-        if (pytest.mark.slow in row.marks) == is_slow
-        and (has_megatron() or pytest.mark.megatron not in row.marks)
-    ]
-    return run_ranks(size, _step_rows, size, names)
+def _cases(is_slow: bool) -> dict[int, dict[str, Any]]:
+    """Return the rows of the fast run, or those of the whole suite alone."""
+    return {
+        size: {
+            name: partial(_step_row, size, name)
+            for name, row in rows.items()
+            if (pytest.mark.slow in row.marks) == is_slow
+            and (has_megatron() or pytest.mark.megatron not in row.marks)
+        }
+        for size, rows in TABLE.items()
+    }
 
 
-def found_by_rank(size: int, name: str) -> list[Found]:
-    """Return what the ranks of one world found in a row."""
-    is_slow = pytest.mark.slow in TABLE[size][name].marks
-    return [Found(*found[name]) for found in _run_of(size, is_slow).check().results]
+FAST = _cases(is_slow=False)
+FAST[4]["domains"] = _domains
+results = {False: cached_cases(FAST), True: cached_cases(_cases(is_slow=True))}
+
+
+def found_by_rank(size: int, name: str) -> list[dict[str, Any]]:
+    return results[pytest.mark.slow in TABLE[size][name].marks](size)[name]
 
 
 @pytest.mark.parametrize(
@@ -250,20 +240,20 @@ def found_by_rank(size: int, name: str) -> list[Found]:
 def test_step_is_that_of_whole_matrices(size, name):
     """Parameters and momentum have the bits of whole matrices, in one optimizer and in two."""
     for rank, found in enumerate(found_by_rank(size, name)):
-        assert found.different == [], f"rank {rank}"
+        assert found["different"] == [], f"rank {rank}"
 
 
 @pytest.mark.cpu_only
 def test_replicas_orthogonalize_each_matrix_once():
     """Each plain tensor on replicas has one owner."""
     for found in found_by_rank(4, "plain_replicas_of_blocks"):
-        assert len(found.owners) == 6 and all(len(ranks) == 1 for ranks in found.owners)
+        assert [len(ranks) for ranks in found["owners"]] == [1] * 6
 
 
 @pytest.mark.megatron
 def test_tensor_parallel_replicas_are_orthogonalized_once():
     """Copies on tensor-parallel ranks are one matrix of one plan, and cannot drift apart."""
-    holders = [found.holders["weight.2"] for found in found_by_rank(4, COPIES)]
+    holders = [found["holders"]["weight.2"] for found in found_by_rank(4, COPIES)]
     of_copies = {rank for ranks in holders for rank in ranks}
     # Those of the other tensor-parallel rank too.
     assert all(set(ranks) == of_copies for ranks in holders)
@@ -274,7 +264,7 @@ def test_tensor_parallel_replicas_are_orthogonalized_once():
 def test_instances_without_shards_are_replicas():
     """Every rank holds all rows under ZeRO-0 with two instances of the optimizer."""
     for found in found_by_rank(4, NO_SHARDS):
-        assert all(ranks == [0, 1, 2, 3] for ranks in found.holders.values())
+        assert all(ranks == [0, 1, 2, 3] for ranks in found["holders"].values())
 
 
 def test_axes_that_deal_out_whole_matrices_need_no_exchange():
@@ -287,5 +277,4 @@ def test_axes_that_deal_out_whole_matrices_need_no_exchange():
         [4, 4, True],  # fused weights are no batch
         [4, 2, True],
     ]
-    for found in _run_of(4, False).check().results:
-        assert found["domains"] == expected
+    assert results[False](4)["domains"] == [expected] * 4
