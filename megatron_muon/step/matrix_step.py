@@ -132,7 +132,6 @@ class MatrixStep:
         engine: Orthogonalizes their matrices.
         settings: Settings.
         device: Of weights and gradients.
-        rows_elsewhere: Whether weights and gradients are on another device than the exchange.
 
     Attributes:
         params: By position, the parameters with local rows.
@@ -154,10 +153,8 @@ class MatrixStep:
         engine: Engine,
         settings: StepSettings,
         device: torch.device,
-        *,
-        rows_elsewhere: bool = False,
     ) -> None:
-        self.engine, self.settings, self._rows_elsewhere = engine, settings, rows_elsewhere
+        self.engine, self.settings = engine, settings
         self.hooks: list[StepHooks] = []
         handles: list[RowIndex] = engine.handles
         self._num_matrices = Counter(handle.param for handle in handles)
@@ -199,11 +196,9 @@ class MatrixStep:
             MemoryError: The device has too little memory, with sizes.
         """
         self._allocate()
-        temporaries = others.temporaries
-        if not self._rows_elsewhere:
-            portion = max(min(PORTION_ELEMENTS, sum(self._sizes)), *self._sizes, 0)
-            num_copies = max((hook.num_copies for hook in self.hooks), default=0)
-            temporaries = max(temporaries, self.staging.converted_bytes, 4 * portion * num_copies)
+        portion = max(min(PORTION_ELEMENTS, sum(self._sizes)), *self._sizes, 0)
+        hook_bytes = (4 * portion * hook.num_copies for hook in self.hooks)
+        temporaries = max(others.temporaries, self.staging.converted_bytes, *hook_bytes)
         self.engine.reserve(OtherBytes(others.state, temporaries))
 
     def release(self) -> None:

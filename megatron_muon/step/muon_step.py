@@ -160,7 +160,6 @@ class MuonStep:
             self.engine,
             self._step,
             rows_device,
-            rows_elsewhere=rows_device != self.device,
         )
         self._main_params = MainParams(self._params)
         self._optimizer_of: dict[torch.Tensor, torch.optim.Optimizer] = {}
