@@ -172,6 +172,10 @@ class MatrixStep:
             for group, positions in groupby(range(len(shapes)), self.group_index.__getitem__)
             for portion in portions_of(positions, self._sizes, limit)
         ]
+        own_results = [] if settings.overwrites_gradients else shapes
+        self._arena = Arena(4 * sum(map(math.prod, own_results)), device, "results")
+        self._results = tensors_in(self._arena, 0, own_results)
+        self._arena.free()
         self.staging = MomentumStaging(
             [[shapes[i] for i in portion] for _, portion in self._portions],
             settings.momentum_dtype,
@@ -180,10 +184,6 @@ class MatrixStep:
         )
         # The input of Newton-Schulz is in the memory of results, or momentum itself.
         self._is_in_results = settings.nesterov or self.staging.is_needed
-        own_results = [] if settings.overwrites_gradients else shapes
-        self._arena = Arena(4 * sum(map(math.prod, own_results)), device, "results")
-        self._results = tensors_in(self._arena, 0, own_results)
-        self._arena.free()
         self._forget()
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
