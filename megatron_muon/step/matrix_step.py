@@ -132,7 +132,6 @@ class MatrixStep:
         engine: Orthogonalizes their matrices.
         settings: Settings.
         device: Of weights and gradients.
-        rows_elsewhere: Whether weights and gradients are on another device than the exchange.
 
     Attributes:
         params: By position, the parameters with local rows.
@@ -154,10 +153,8 @@ class MatrixStep:
         engine: Engine,
         settings: StepSettings,
         device: torch.device,
-        *,
-        rows_elsewhere: bool = False,
     ) -> None:
-        self.engine, self.settings, self._rows_elsewhere = engine, settings, rows_elsewhere
+        self.engine, self.settings = engine, settings
         self.hooks: list[StepHooks] = []
         handles: list[RowIndex] = engine.handles
         self._num_matrices = Counter(handle.param for handle in handles)
@@ -175,6 +172,10 @@ class MatrixStep:
             for group, positions in groupby(range(len(shapes)), self.group_index.__getitem__)
             for portion in portions_of(positions, self._sizes, limit)
         ]
+        own_results = [] if settings.overwrites_gradients else shapes
+        self._arena = Arena(4 * sum(map(math.prod, own_results)), device, "results")
+        self._results = tensors_in(self._arena, 0, own_results)
+        self._arena.free()
         self.staging = MomentumStaging(
             [[shapes[i] for i in portion] for _, portion in self._portions],
             settings.momentum_dtype,
@@ -183,10 +184,6 @@ class MatrixStep:
         )
         # The input of Newton-Schulz is in the memory of results, or momentum itself.
         self._is_in_results = settings.nesterov or self.staging.is_needed
-        own_results = [] if settings.overwrites_gradients else shapes
-        self._arena = Arena(4 * sum(map(math.prod, own_results)), device, "results")
-        self._results = tensors_in(self._arena, 0, own_results)
-        self._arena.free()
         self._forget()
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
@@ -199,11 +196,9 @@ class MatrixStep:
             MemoryError: The device has too little memory, with sizes.
         """
         self._allocate()
-        temporaries = others.temporaries
-        if not self._rows_elsewhere:
-            portion = max(min(PORTION_ELEMENTS, sum(self._sizes)), *self._sizes, 0)
-            num_copies = max((hook.num_copies for hook in self.hooks), default=0)
-            temporaries = max(temporaries, self.staging.converted_bytes, 4 * portion * num_copies)
+        portion = max(min(PORTION_ELEMENTS, sum(self._sizes)), *self._sizes, 0)
+        hook_bytes = (4 * portion * hook.num_copies for hook in self.hooks)
+        temporaries = max(others.temporaries, self.staging.converted_bytes, *hook_bytes)
         self.engine.reserve(OtherBytes(others.state, temporaries))
 
     def release(self) -> None:

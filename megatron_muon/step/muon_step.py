@@ -145,7 +145,8 @@ class MuonStep:
             _log_plans(self.engine.plans)
         self._planned = {parameter.param: parameter for parameter in parameters}
         self._params = self._all_params()
-        self._shapes = [local_tensor(param).shape for param in self._params]
+        self._shards = [local_tensor(param) for param in self._params]
+        self._shapes = [shard.shape for shard in self._shards]
         # A rank may find too little memory.
         on_all_ranks(lambda: self._build(rows_device or device), settings.exchange, device)
 
@@ -160,32 +161,35 @@ class MuonStep:
             self.engine,
             self._step,
             rows_device,
-            rows_elsewhere=rows_device != self.device,
         )
         self._main_params = MainParams(self._params)
-        self._optimizer_of: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        self._owners: list[tuple[torch.optim.Optimizer, Any]] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                self._optimizer_of.update(dict.fromkeys(group["params"], optimizer))
+                self._owners += [(optimizer, param) for param in group["params"]]
                 optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
+        optimizer_of = {param: optimizer for optimizer, param in self._owners}
+        # By position of the step.
+        self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
         self._moment_hooks = self._moments.attach(
-            self._matrix_step,
-            self.plan_inputs,
-            lambda param: self._optimizer_of[param].state[param],
+            self._matrix_step, self.plan_inputs, self._state_of
         )
         self.record_metrics(is_on=False)
         self.complete_state(self._states())
         self.removed: set[torch.Tensor] = set()
-        # By parameter, shards of its state; and the tensors of before, if they exist.
-        self._stored = {param: self._shards_of(state) for param, state in self._states().items()}
+        # Shards of the state of every parameter; and the tensors of before, if they exist.
+        self._stored = [
+            self._shards_of(optimizer.state[param]) for optimizer, param in self._owners
+        ]
         self._followed: list[Any] = []
+
+    def _state_of(self, position: int) -> dict[str, Any]:
+        optimizer, param = self._held[position]
+        return optimizer.state[param]
 
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of all optimizers by parameter, which users and loading replace."""
-        return {
-            param: optimizer.state.setdefault(param, {})
-            for param, optimizer in self._optimizer_of.items()
-        }
+        return {param: optimizer.state.setdefault(param, {}) for optimizer, param in self._owners}
 
     def complete_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Add what is missing to a state that was created or loaded, in the dtypes of this run."""
@@ -211,13 +215,17 @@ class MuonStep:
 
         Users own the state: they empty it between phases of a training, or replace its tensors.
         """
-        states = self._states()
-        places = [(states[param], key) for param, shards in self._stored.items() for key in shards]
+        states = [optimizer.state.setdefault(param, {}) for optimizer, param in self._owners]
+        places = [
+            (state, key)
+            for state, shards in zip(states, self._stored, strict=True)
+            for key in shards
+        ]
         if are_same(self._followed, [state.get(key) for state, key in places]):
             return []
         problems, removed = [], set()
-        for param, shards in self._stored.items():
-            actual = self._shards_of(states[param])
+        for param, state, shards in zip(self._params, states, self._stored, strict=True):
+            actual = self._shards_of(state)
             if not shards.keys() <= actual.keys():
                 removed.add(param)
             problems += [
@@ -232,7 +240,7 @@ class MuonStep:
         if removed:
             # Views of what was removed would keep its memory.
             self._matrix_step.forget()
-        self.complete_state(states)
+        self.complete_state(self._states())
         self._followed = [weakref.ref(state[key]) for state, key in places]
         return []
 
@@ -315,13 +323,18 @@ class MuonStep:
                 f"{len(now)}, or others. Build a new optimizer"
             ]
         # As local_tensor(), without a call for every parameter of the model in every step.
-        shapes = [getattr(param, "_local_tensor", param).shape for param in now]
-        return [
-            f"{self._planned[param].name}: expected a local shard of shape {tuple(expected)}, got "
-            f"{tuple(shape)}. Build a new optimizer after the model was sharded again"
-            for param, shape, expected in zip(now, shapes, self._shapes, strict=True)
-            if shape != expected
+        shards = [getattr(param, "_local_tensor", param) for param in now]
+        if all(map(operator.is_, shards, self._shards)):
+            return []
+        errors = [
+            f"{self._planned[param].name}: expected a local shard of shape {tuple(shape)}, got "
+            f"{tuple(shard.shape)}. Build a new optimizer after the model was sharded again"
+            for param, shard, shape in zip(now, shards, self._shapes, strict=True)
+            if shard.shape != shape
         ]
+        if not errors:
+            self._shards = shards
+        return errors
 
     def release(self) -> None:
         """Return the memory of ``reserve()``, if ranks do not step."""
@@ -343,24 +356,30 @@ class MuonStep:
         """
         params = self._matrix_step.params
         self.removed.clear()
-        states = self._states()
-        self._moments.follow(states)
+        # Read in every step: loading replaces them.
+        states = [optimizer.state[param] for optimizer, param in self._held]
+        weights: list[Any] = params
+        if self._main_params.params:
+            weights = [state.get(MAIN_PARAM, p) for state, p in zip(states, params, strict=True)]
+        if self._moments.method is not None:
+            self._moments.follow(self._states())
         try:
             with self._moments.kept(without):
                 self._matrix_step.step(
                     self._groups(),
-                    [local_tensor(states[param].get(MAIN_PARAM, param)) for param in params],
+                    list(map(local_tensor, weights)),
                     [
                         None if param.grad is None or param in without else local_tensor(param.grad)
                         for param in params
                     ],
-                    [local_tensor(states[param]["momentum_buffer"]) for param in params],
+                    [local_tensor(state["momentum_buffer"]) for state in states],
                     overlap_fn,
                 )
         finally:
             # After an error too: the state may be read, or loaded, next.
             self._matrix_step.staging.synchronize()
-        self._main_params.install(states)
+        if self._main_params.params:
+            self._main_params.install(self._states())
 
 
 def _log_plans(plans: Sequence[ExchangePlan]) -> None:

@@ -207,11 +207,9 @@ def _groups(
     for ranks in needed:
         # Several meshes may have a group of the same ranks, and a rank may know one of them alone:
         # all take the first, by name, that all know.
-        by_name = {str(g.group_name): g for g in known if ranks_of(g) == ranks}
-        hashed = hash(ranks)
-        shared = [n for n in by_name if all((hashed, n) in facts[rank].groups for rank in ranks)]
-        if shared:
-            chosen[ranks] = by_name[min(shared)]
+        shared = set.intersection(*(facts[rank].groups for rank in ranks))
+        if names := [name for hashed, name in shared if hashed == hash(ranks)]:
+            chosen[ranks] = next(g for g in known if g.group_name == min(names))
     # A collective of the job: called once per plan it would hang if ranks have different numbers of
     # plans.
     return {**chosen, **new_groups(needed - chosen.keys())}

@@ -90,14 +90,14 @@ class SecondMoments:
         self,
         step: MatrixStep,
         plan_inputs: PlanInputs,
-        state_of: Callable[[torch.Tensor], Mapping[str, Any]],
+        state_of: Callable[[int], Mapping[str, Any]],
     ) -> list[StepHooks]:
         """Find the values of parameters among the values of plans.
 
         Args:
             step: The step.
             plan_inputs: Plans of this rank, and their parameters.
-            state_of: Returns the state of a parameter; loading replaces it.
+            state_of: Returns the state by position; loading replaces it.
 
         Returns:
             Additions to the step.
@@ -124,7 +124,7 @@ class SecondMoments:
         }
         return [
             AdaMuon(
-                lambda position: local_tensor(state_of(step.params[position])[MOMENT2_BUFFER]),
+                lambda position: local_tensor(state_of(position)[MOMENT2_BUFFER]),
                 [factors[param] for param in step.params],
                 *self._settings,
             )

@@ -213,6 +213,5 @@ class MainParams:
 
     def install(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Round the copies into the parameters, after a step."""
-        if self.params:
-            torch._foreach_copy_(*self._tensors(state))
+        torch._foreach_copy_(*self._tensors(state))
         self.are_stale = False

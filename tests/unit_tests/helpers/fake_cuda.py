@@ -27,7 +27,13 @@ _OTHERS = (("torch", "optim"), ("megatron", "core"))
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
 
 # They allocate what the question before the agreement has asked for.
-_ASKED_FOR = ("newton_schulz/", "step/lion.py", "torch/optim/adam.py", "megatron/core/utils.py")
+_ASKED_FOR = (
+    "newton_schulz/",
+    "step/elementwise.py",
+    "step/lion.py",
+    "torch/optim/adam.py",
+    "megatron/core/utils.py",
+)
 
 
 class Allocation(NamedTuple):

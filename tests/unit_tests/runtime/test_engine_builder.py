@@ -218,7 +218,7 @@ def test_allocation_that_fails_on_one_rank_is_an_error_on_all():
             if what == "norms":
                 assert "rank 1: CUDA out of memory." in error
                 continue
-            purpose = "results and momentum" if num_arenas else "messages and stacks"
+            purpose = "results" if num_arenas else "messages and stacks"
             requested = rf"rank 1: expected \d[\d,]* bytes on (cpu|cuda:\d) for {purpose}, got "
             assert re.search(requested, error)
             assert ("OutOfMemoryError: CUDA" if what == "gpu" else "RuntimeError: ") in error

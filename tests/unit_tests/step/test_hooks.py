@@ -73,8 +73,22 @@ def test_cautious_decay_has_the_bits_of_whole_matrices_and_is_in_no_metric():
         assert len(equal) > 3 and all(equal)
 
 
+@pytest.mark.parametrize(
+    ("options", "num_copies"),
+    [({}, 0), ({"weight_decay_method": "cautious"}, 1), ({"adaptive": "adamuon"}, 1)],
+    ids=str,
+)
+def test_ranks_agree_on_the_memory_of_hooks(options, num_copies, monkeypatch):
+    """Results may be more than a rank orthogonalizes, whose workspace would cover their copies."""
+    asked = []
+    muon = Muon([torch.nn.Parameter(torch.ones(6, 9)) for _ in range(2)], **options)
+    monkeypatch.setattr(muon.engine, "reserve", lambda others: asked.append(others.temporaries))
+    assert muon.muon_step.reserve() == []
+    assert asked == [num_copies * 4 * 2 * 6 * 9]
+
+
 def test_lion_decays_cautiously_too():
-    """A shared list of methods let Lion accept the name, and decay nothing."""
+    """Lion accepts each name of the shared list of methods, and decays by it."""
     param = torch.nn.Parameter(drawn((6, 9), 0))
     whole, average = param.detach().clone(), torch.zeros(6, 9)
     method: Any = "cautious"
