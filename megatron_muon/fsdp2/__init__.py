@@ -32,6 +32,7 @@ from megatron_muon.fsdp2.from_parameters import from_parameters
 from megatron_muon.fsdp2.groups import parameter_groups
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
+from megatron_muon.fsdp2.settings import MuonArguments
 from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 
@@ -39,6 +40,7 @@ __all__ = [
     "ExchangeSettings",
     "Muon",
     "MuonAdamW",
+    "MuonArguments",
     "StackMethod",
     "from_parameters",
     "parameter_groups",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.groups import choose
+from megatron_muon.fsdp2.groups import as_groups, choose
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
 
 # Arguments of MuonAdamW that are AdamW's and Lion's.
@@ -59,24 +59,23 @@ class from_parameters(MuonAdamW):
         wanted = [param for group in groups for param in group["params"] if param.requires_grad]
         if not wanted:
             raise ValueError("params: expected trainable parameters, got none. Set requires_grad")
-        optimizer = MuonAdamW.from_model(_model_of(wanted, running), lr, **options)
+        of_choice = {
+            key: options.pop(key) for key in inspect.signature(choose).parameters if key in options
+        }
+        choices = choose(_model_of(wanted, running), **of_choice)
         divided = []
         for group in groups:
             tensors = set(group["params"])
-            others = {key: value for key, value in group.items() if key != "momentum"}
-            of_muon = {key: group[key] for key in group if key not in _OF_ELEMENTWISE}
-            for algorithm, part in zip(optimizer.algorithms, optimizer.param_groups, strict=True):
+            for part in as_groups(choice for choice in choices if choice.param in tensors):
+                ignored = _OF_ELEMENTWISE if part["algorithm"] == "muon" else ("momentum",)
+                kept = {key: value for key, value in group.items() if key not in ignored}
                 named = zip(part["param_names"], part["params"], strict=True)
-                if kept := [(name, param) for name, param in named if param in tensors]:
-                    own = of_muon if algorithm == "muon" else others
-                    divided.append({**part, "algorithm": algorithm, **own, "params": kept})
+                divided.append({**part, **kept, "params": list(named)})
         # Muon's first, as from_model has them.
         divided.sort(key=lambda part: part["algorithm"] != "muon")
-        of_choice = inspect.signature(choose).parameters
-        others = {key: value for key, value in options.items() if key not in of_choice}
-        result = MuonAdamW(divided, lr, **others)
-        result._reasons = optimizer._reasons
-        return result
+        optimizer = MuonAdamW(divided, lr, **options)
+        optimizer._reasons = {choice.name: choice.reason for choice in choices}
+        return optimizer
 
 
 def _running_module(source: Any) -> torch.nn.Module | None:  # noqa: ANN401 - any iterable
@@ -106,9 +105,9 @@ def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -
     gc.collect()
     # isinstance() would ask proxies; modules may be under construction.
     modules = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), torch.nn.Module) and "_modules" in vars(each)
+        value
+        for value in gc.get_objects()
+        if issubclass(type(value), torch.nn.Module) and "_modules" in vars(value)
     ]
     inner = {id(child) for module in modules for child in module._modules.values()}
     owned = [
@@ -117,19 +116,17 @@ def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -
         if id(module) not in inner and (params := places.keys() & module.parameters())
     ]
     missing = places.keys() - set().union(*(params for _, params in owned))
-    if missing and running is None:
+    owned = [(module, params) for module, params in owned if not any(params < p for _, p in owned)]
+    if len(owned) == 1 and not missing:
+        return owned[0][0]
+    if running is not None:
+        return running
+    if missing:
         raise ValueError(
             f"params: expected parameters of modules, got {len(missing)} that no module has, of "
             f"shapes {sorted({tuple(param.shape) for param in missing})}. Pass the parameters that "
             "the model has now, as fully_shard makes new ones, or call MuonAdamW.from_model(model)"
         )
-    owned = [(module, params) for module, params in owned if not any(params < p for _, p in owned)]
-    # The order of the collector differs between ranks.
-    owned.sort(key=lambda each: min(places[param] for param in each[1]))
-    if len(owned) == 1 and not missing:
-        return owned[0][0]
-    if running is not None:
-        return running
     # Names and modules of shared parameters may lead to different choices, and a layer alone has
     # no name: it may be a head.
     num_shared = sum(len(params) for _, params in owned) - len(places)
@@ -139,4 +136,6 @@ def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -
             f"of {[type(module).__name__ for module, _ in owned]}, with {num_shared} shared. Call "
             "MuonAdamW.from_model() with a module that has them all"
         )
+    # The order of the collector differs between ranks.
+    owned.sort(key=lambda pair: min(places[param] for param in pair[1]))
     return torch.nn.ModuleList(module for module, _ in owned)

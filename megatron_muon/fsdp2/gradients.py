@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agreement of ranks before a step: gradients are finite, and present on all ranks or on none."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,16 @@ from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
 )
-from megatron_muon.runtime.tensors import find_not_finite, local_tensor
+from megatron_muon.runtime.tensors import NotFinite, find_not_finite, local_tensor
 from megatron_muon.step.plan_inputs import PlanInputs
 
 _ADVICE = "Nothing was updated."
+_DIVERGED = (
+    "This was found a step later: rows of a parameter are of different steps since then. Load a "
+    "checkpoint of before, weights and optimizer."
+)
+# When gradients that are not finite are refused; see ``Agreement``.
+CHECKS = ("sync", "next_step", "off")
 
 
 class GradientKey(NamedTuple):
@@ -62,90 +68,169 @@ def by_holders(
     return holders
 
 
-def agree_to_step(
-    holders: Mapping[GradientKey, PlannedParameter],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    known_problems: Sequence[str] = (),
-    fresh_params: Collection[torch.Tensor] = (),
-) -> set[torch.Tensor]:
-    """Agree on all ranks to step, and return the parameters without a gradient on any rank.
+class _Flags(NamedTuple):
+    """Numbers that ranks have reduced in a step, and what this rank has added to them.
+
+    Args:
+        numbers: Of problems, and of parameters without a gradient or with fresh state.
+        copied: Recorded once ``numbers`` are in CPU memory; None without a copy there.
+        explain: Returns a sentence for each gradient that is not finite.
+        missing: Parameters without a gradient.
+        fresh: Parameters whose state was fresh.
+    """
+
+    numbers: torch.Tensor
+    copied: Any
+    explain: Callable[[], list[str]]
+    missing: Sequence[GradientKey]
+    fresh: Sequence[GradientKey]
+
+    def read(self) -> list[int]:
+        """Return the numbers once the host has them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.numbers.tolist()
+
+
+class Agreement:
+    """Agreement of ranks to step, by their gradients.
 
     Args:
         holders: Parameters of this rank, of ``by_holders()``.
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
-        known_problems: Other problems of this rank, as sentences.
-        fresh_params: Parameters whose state is fresh in this step on this rank.
+        mode: One of ``CHECKS``: the host reads the flags of a step before anything changes
+            (``sync``), or in the next step (``next_step``), or there are none (``off``).
 
-    Raises:
-        RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
-            parameter, when a gradient is not finite, has another dtype (but bfloat16), placement
-            or shape than its parameter, or is missing, or its state is fresh, on some holders of
-            the parameter alone.
-
-    Communication: one all-reduce of two int32 over the group, read by the host once. Where a
-        gradient is missing, or state is fresh: a gather of names over the group, and a flag.
+    Communication: a step has one all-reduce of two int32 over the group, but none with ``off``.
+        Where a gradient is missing, or state is fresh: a gather of names over the group, and a
+        flag.
     """
-    problems = [*known_problems, *_blocked_problems(holders.values())]
-    grads: list[tuple[str, torch.Tensor]] = []
-    missing: list[GradientKey] = []
-    fresh = [key for key, each in holders.items() if each.param in fresh_params]
-    # Few calls: it runs per parameter and step, whatever the device.
-    for key, parameter in holders.items():
-        grad, shard = parameter.param.grad, local_tensor(parameter.param)
-        if grad is None:
-            if shard.numel():
-                missing.append(key)
-            continue
-        problem = _problem(parameter.param, grad, is_muons=key.is_muons)
-        # One with a problem is left out: a sparse gradient has no norm of this kind.
-        if problem:
-            problems.append(f"{parameter.name}: {problem}")
-        elif shard.numel():
-            grads.append((parameter.name, local_tensor(grad)))
-    not_finite = find_not_finite(grads, device)
-    # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on the
-    # device: for a copy of the numbers the host would wait, until all of the backward pass is done.
-    flags = torch.full((2,), len(missing) + len(fresh), dtype=torch.int32, device=device)
-    flags[0].copy_(not_finite.number.add_(len(problems)))
-    if dist.is_initialized():
-        dist.all_reduce(flags, group=group)
-    num_problems, num_unusual = flags.tolist()
-    # Only now, once a rank has a problem: the usual step pays for eight bytes.
-    if num_problems:
-        problems += not_finite.explain()
-        raise_where_any_rank_fails(problems, group, device, _ADVICE)
-    # All ranks come here together, also without missing gradients: they have seen the same sum.
-    if num_unusual:
-        problems = _one_sided_problems(holders, missing, fresh, group)
-        raise_where_any_rank_fails(problems, group, device, _ADVICE)
-    return {holders[key].param for key in missing}
 
+    def __init__(
+        self,
+        holders: Mapping[GradientKey, PlannedParameter],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        mode: str,
+    ) -> None:
+        self.holders, self._group, self._device, self._mode = holders, group, device, mode
+        self._num_steps = 0
+        self.forget()
 
-def _one_sided_problems(
-    holders: Mapping[GradientKey, PlannedParameter],
-    missing: Sequence[GradientKey],
-    fresh: Sequence[GradientKey],
-    group: dist.ProcessGroup | None,
-) -> list[str]:
-    """List gradients and states that other holders of a parameter lack, and this rank has."""
-    problems = []
-    for rank, without, others in gather_objects((own_rank(), missing, fresh), group):
-        problems += [
-            f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, got "
-            f"none on rank {rank}. Let all ranks use the parameter in the loss"
-            for key in holders.keys() & set(without)
-            if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
-        ]
-        problems += [
-            f"{key.name}: expected to reset state on all ranks that hold the parameter or on none, "
-            f"got no state on rank {rank}. Reset it on all ranks, or load a state"
-            for key in holders.keys() & set(others) - set(fresh)
-            # Empty shards of AdamW may have no state.
-            if key.is_muons or holders[key].param.grad is not None
-        ]
-    return problems
+    def forget(self) -> None:
+        """Forget the last step: weights and state of another one have been loaded."""
+        self._last: _Flags | None = None
+
+    def refuse_last(self) -> None:
+        """Raise on all ranks that call it if gradients of the last step were not finite.
+
+        Raises:
+            RuntimeError: Naming the step, and gradients of this rank.
+        """
+        if self._last is not None and (num_problems := self._last.read()[0]):
+            names = self._last.explain() or ["those of other ranks"]
+            raise RuntimeError(
+                f"step {self._num_steps} of this optimizer: expected finite gradients, got "
+                f"{num_problems} on all ranks that are not. Weights and state hold NaN or Inf "
+                "since then. Load a checkpoint of before, weights and optimizer. "
+                'check_gradients="sync" refuses such steps.\n  ' + "\n  ".join(names)
+            )
+
+    def check(
+        self, known_problems: Sequence[str] = (), fresh_params: Collection[torch.Tensor] = ()
+    ) -> set[torch.Tensor]:
+        """Agree on all ranks to step, and return the parameters without a gradient.
+
+        Args:
+            known_problems: Other problems of this rank, as sentences.
+            fresh_params: Parameters whose state is fresh in this step on this rank.
+
+        Raises:
+            RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
+                parameter, when a gradient is not finite, has another dtype (but bfloat16),
+                placement or shape than its parameter, or is missing, or its state is fresh, on some
+                holders of the parameter alone. With ``next_step`` and ``off`` one rank raises alone
+                what its host sees in this step, and ``next_step`` the rest of the step before.
+        """
+        self.refuse_last()
+        if self._last is not None and self._last.read()[1]:
+            self._refuse_one_sided(self._last)
+        problems = [*known_problems, *_blocked_problems(self.holders.values())]
+        missing, grads = [], []
+        # Few calls: it runs per parameter and step, whatever the device.
+        for key, parameter in self.holders.items():
+            grad, shard = parameter.param.grad, local_tensor(parameter.param)
+            if grad is None:
+                if shard.numel():
+                    missing.append(key)
+            # One with a problem is left out: a sparse gradient has no norm of this kind.
+            elif problem := _problem(parameter.param, grad, is_muons=key.is_muons):
+                problems.append(f"{parameter.name}: {problem}")
+            elif shard.numel():
+                grads.append((parameter.name, local_tensor(grad)))
+        if problems and self._mode != "sync":
+            raise RuntimeError("\n".join([*problems, _ADVICE]))
+        if self._mode != "off":
+            fresh = [key for key, each in self.holders.items() if each.param in fresh_params]
+            self._agree(problems, missing, fresh, find_not_finite(grads, self._device))
+        return {self.holders[key].param for key in missing}
+
+    def _agree(
+        self,
+        problems: list[str],
+        missing: Sequence[GradientKey],
+        fresh: Sequence[GradientKey],
+        not_finite: NotFinite,
+    ) -> None:
+        """Reduce the flags of a step, and read them now or later; see ``check()``."""
+        # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on
+        # the device: for a copy of the numbers the host would wait for all of the backward pass.
+        numbers = torch.full(
+            (2,), len(missing) + len(fresh), dtype=torch.int32, device=self._device
+        )
+        numbers[0].copy_(not_finite.number.add_(len(problems)))
+        if dist.is_initialized():
+            dist.all_reduce(numbers, group=self._group)
+        flags = _Flags(numbers, None, not_finite.explain, missing, fresh)
+        if self._mode == "next_step":
+            self._num_steps += 1
+            # Into pinned memory, which torch allocates for such copies.
+            self._last = flags._replace(numbers=numbers.to("cpu", non_blocking=True))
+            if self._device.type != "cpu":
+                copied = torch.get_device_module(self._device.type).Event()
+                copied.record()
+                self._last = self._last._replace(copied=copied)
+            return
+        num_problems, num_unusual = numbers.tolist()
+        # Only now, once a rank has a problem: the usual step pays for eight bytes.
+        if num_problems:
+            problems += not_finite.explain()
+            raise_where_any_rank_fails(problems, self._group, self._device, _ADVICE)
+        # All ranks come here together, also without missing gradients: they have the same sum.
+        if num_unusual:
+            self._refuse_one_sided(flags)
+
+    def _refuse_one_sided(self, flags: _Flags) -> None:
+        """Raise on all ranks where holders of a parameter differ in gradients or fresh state."""
+        problems = []
+        held = {key for key, each in self.holders.items() if local_tensor(each.param).numel()}
+        mine = own_rank(), flags.missing, flags.fresh
+        for rank, missing, fresh in gather_objects(mine, self._group):
+            problems += [
+                f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, "
+                f"got none on rank {rank}. Let all ranks use the parameter in the loss"
+                for key in held.intersection(missing).difference(flags.missing)
+            ]
+            problems += [
+                f"{key.name}: expected to reset state on all ranks that hold the parameter or on "
+                f"none, got no state on rank {rank}. Reset it on all ranks, or load a state"
+                for key in self.holders.keys() & set(fresh) - set(flags.fresh)
+                # Empty shards of AdamW may have no state.
+                if key.is_muons or key in held
+            ]
+        advice = _ADVICE if self._mode == "sync" else _DIVERGED
+        raise_where_any_rank_fails(problems, self._group, self._device, advice)
 
 
 def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attributes of GradScaler's

@@ -2,31 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of optimizer states on load."""
 
+import copy
 import warnings
-import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_muon.fsdp2.parameters import (
-    as_split_sizes,
     planned_parameters,
     without_wrappers,
 )
-from megatron_muon.fsdp2.settings import PLANNED, key_problems
-from megatron_muon.runtime.agreement import (
-    first_line,
-    gather_objects,
-    raise_where_any_rank_fails,
-)
-from megatron_muon.runtime.tensors import are_same, sharding_of
+from megatron_muon.fsdp2.settings import PLANNED, key_problems, layout_of
+from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.tensors import local_tensor, sharding_of
 from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
 
 # Keys of a parameter's state in Muon, the second only if it is adaptive.
 _MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER}
+_OF_MUON = _MUON_KEYS | {MAIN_PARAM}
 _KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
 _PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 _POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
@@ -37,79 +33,96 @@ ADVICE = (
 )
 
 
-def arranged(
-    optimizer: Any,  # noqa: ANN401 - a Muon, which imports this, or a MuonAdamW
-    algorithms: Sequence[str],
-    state_dict: Mapping[str, Any],
-    fresh: Mapping[torch.Tensor, Mapping[str, Any]],
-) -> tuple[dict[str, Any], list[str]]:
-    """Arrange a state by the parameter groups of an optimizer; nothing is loaded here.
+class Arranged(NamedTuple):
+    """A loaded state, by the parameters and groups of an optimizer.
 
     Args:
-        optimizer: The optimizer. If its ``fresh_if_moved`` is set, parameters that have moved get
-            fresh state, with a warning.
-        algorithms: Algorithms of its groups.
+        state: State by parameter.
+        groups: Parameter groups.
+        problems: Errors, as sentences.
+    """
+
+    state: dict[torch.Tensor, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    problems: list[str]
+
+
+def arranged(
+    own_groups: Sequence[Mapping[str, Any]],
+    algorithms: Sequence[str],
+    settings: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+    fresh: Mapping[torch.Tensor, Mapping[str, Any]],
+    fresh_if_moved: bool,
+) -> Arranged:
+    """Arrange a state by the parameter groups of an optimizer.
+
+    Args:
+        own_groups: The groups of the optimizer.
+        algorithms: Their algorithms.
+        settings: Settings that all groups of Muon share, by name.
         state_dict: The state to load.
         fresh: The current state of Muon's parameters, for keys and shapes.
-
-    Returns:
-        The state, by names of parameters, and its problems, as sentences.
+        fresh_if_moved: Whether parameters that have moved get fresh state, with a warning.
     """
-    named = list(planned_parameters(optimizer.param_groups))
-    saved_params = _saved_params(
-        state_dict["param_groups"], [parameter.name for parameter in named]
-    )
+    names = {each.param: each.name for each in planned_parameters(own_groups)}
+    saved_params = _saved_params(state_dict["param_groups"], [*names.values()])
     problems: list[str] = []
-    state: dict[str, Any] = {}
+    state: dict[torch.Tensor, dict[str, Any]] = {}
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        values, num_problems, first = group, len(problems), len(state)
-        for parameter in named[first : first + len(group["params"])]:
-            key, values = saved_params.get(parameter.name, (None, {}))
+    for number, (group, algorithm) in enumerate(zip(own_groups, algorithms, strict=True)):
+        values, num_problems = group, len(problems)
+        for param in group["params"]:
+            key, values = saved_params.get(names[param], (None, {}))
             saved = state_dict["state"].get(key, {})
-            current = {k: v for k, v in fresh.get(parameter.param, {}).items() if k in _MUON_KEYS}
+            current = {k: v for k, v in fresh.get(param, {}).items() if k in _MUON_KEYS}
             # From a flat state torch makes empty dictionaries of missing entries.
-            state[parameter.name] = {k: v for k, v in saved.items() if v != {}}
-            problem = _problem(parameter.param, algorithms[number], current, state[parameter.name])
+            loaded = {k: _placed(k, v, param, values) for k, v in saved.items() if v != {}}
+            problem = _problem(param, algorithm, current, loaded)
             # Without a gradient a parameter of AdamW has no state. torch's checkpoints leave out
             # parameters that were frozen since.
-            has_none = not saved and not parameter.param.requires_grad
+            has_none = not saved and not param.requires_grad
             if problem and not has_none and (saved or key is None or current):
-                problems.append(f"{parameter.name}: {problem}")
-                state[parameter.name] = {
-                    key: torch.zeros_like(value) for key, value in current.items()
-                }
+                problems.append(f"{names[param]}: {problem}")
+                loaded = {key: torch.zeros_like(value) for key, value in current.items()}
+            # state_dict() looks for all parameters in it, which accelerate replaces after a load.
+            if loaded:
+                state[param] = loaded
         if "lr" not in values:
             problems.append(f"group {number}: expected settings of one group, got several or none")
         problems += [
             f"group {number}: {problem}, or remove the key from the groups of the state"
-            for problem in key_problems(values, algorithms[number], optimizer._settings)
+            for problem in key_problems(values, algorithm, settings)
         ]
-        _warn_of_layouts(number, values, group)
+        # A checkpoint of torch.optim.Muon has no layouts.
+        if layout_of(values) != layout_of(group):
+            warnings.warn(
+                f"group {number}: the checkpoint has {layout_of(values)}, this run "
+                f"{layout_of(group)}, which it keeps.",
+                stacklevel=4,
+            )
         # Keys that a checkpoint of an earlier torch lacks come from this run, and so do names.
-        if len(problems) > num_problems:
-            values = {}
-        values = {k: v for k, v in values.items() if k not in (*PLANNED, "param_names")}
-        groups.append({**group, **values, "params": [*state][first:]})
-    if optimizer.fresh_if_moved and problems:
+        kept = {"params", "param_names", *(values if len(problems) > num_problems else PLANNED)}
+        groups.append(
+            {**group, **{k: copy.deepcopy(v) for k, v in values.items() if k not in kept}}
+        )
+    if fresh_if_moved and problems:
         warnings.warn("fresh state, or values of this run:\n" + "\n".join(problems), stacklevel=4)
         problems = []
-    return {**state_dict, "state": state, "param_groups": groups}, problems
+    return Arranged(state, groups, problems)
 
 
-def _warn_of_layouts(number: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Warn where a group has another layout in a state; that of construction stays.
+def _placed(key: str, value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Return a value of a state where its optimizer has it, as torch's load does.
 
-    A checkpoint of torch.optim.Muon has none.
+    Momentum and copies of Muon keep their dtypes.
     """
-    for key, default in PLANNED.items():
-        values = saved.get(key, default), own.get(key, default)
-        if as_split_sizes(values[0]) != as_split_sizes(values[1]):
-            warnings.warn(
-                f"group {number}: the checkpoint has {key} {values[0]}, this run {values[1]}, "
-                "which it keeps.",
-                stacklevel=5,
-            )
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step":
+        is_read_there = group.get("fused") or group.get("capturable")
+        return value.to(param.device, torch.float32) if is_read_there else value
+    return value.to(param.device, value.dtype if key in _OF_MUON else param.dtype)
 
 
 def _saved_params(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
@@ -118,54 +131,55 @@ def _saved_params(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str
     torch's ``set_optimizer_state_dict`` has sorted parameters by name, and the names are the keys:
     ``param_names`` may belong to another group.
     """
-    saved = {
-        name: (key, group)
-        for group in saved_groups
-        for name, key in zip(group.get("param_names", ()), group["params"], strict=False)
-        if isinstance(key, int)
-    }
-    own_names = [*map(without_wrappers, names)]
-    counts, own_counts = Counter(map(without_wrappers, saved)), Counter(own_names)
-    # torch.compile or activation checkpointing may have been switched on or off since.
-    by_own_name = {
-        own: value for name, value in saved.items() if counts[own := without_wrappers(name)] == 1
-    }
-    matched = {
-        name: saved.get(name) or by_own_name.get(own if own_counts[own] == 1 else name)
-        for name, own in zip(names, own_names, strict=True)
-    }
-    if any(matched.values()):
-        return {name: value for name, value in matched.items() if value}
-    params = [(key, group) for group in saved_groups for key in group["params"]]
-    if len(params) != len(names):
-        raise ValueError(f"param_groups: expected {len(names)} parameters, got {len(params)}")
-    return dict(zip(names, params, strict=True))
+    saved = [(key, group) for group in saved_groups for key in group["params"]]
+    saved_names = [name for group in saved_groups for name in group.get("param_names", ())]
+    if saved_names and all(isinstance(key, int) for key, _ in saved):
+        by_name = dict(zip(_without_wrappers(saved_names), saved, strict=True))
+        own_names = zip(names, _without_wrappers(names), strict=True)
+        if matched := {name: by_name[own] for name, own in own_names if own in by_name}:
+            return matched
+    if len(saved) != len(names):
+        raise ValueError(f"param_groups: expected {len(names)} parameters, got {len(saved)}")
+    return dict(zip(names, saved, strict=True))
+
+
+def _without_wrappers(names: Sequence[str]) -> list[str]:
+    """Return names that torch.compile or activation checkpointing do not change, if unique."""
+    short = [*map(without_wrappers, names)]
+    counts = Counter(short)
+    return [own if counts[own] == 1 else name for name, own in zip(names, short, strict=True)]
 
 
 def _problem(
     param: torch.Tensor, algorithm: str, current: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> str | None:
     """Describe a mismatch of a state and its parameter, or return None."""
-    keys = saved.keys() & set.union(_MUON_KEYS, *_KEYS.values())
+    keys = saved.keys() & _MUON_KEYS.union(*_KEYS.values())
     expected = _KEYS.get(algorithm, current.keys())
     if keys != expected:
         return f"expected {sorted(expected)} of {algorithm}, got {sorted(keys)}"
-    shapes = [
-        tuple(each[MOMENT2_BUFFER].shape) for each in (current, saved) if MOMENT2_BUFFER in each
-    ]
-    if len(set(shapes)) > 1:
-        return f"expected {MOMENT2_BUFFER} of {shapes[0]}, got {shapes[1]}"
-    sharding = sharding_of(saved.get("momentum_buffer", param))
-    if sharding != sharding_of(param):
-        return (
-            f"expected momentum of {sharding_of(param)}, got {sharding}. Load through "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-        )
+    for key in sorted(keys):
+        like = current[key] if key == MOMENT2_BUFFER else param
+        own, other = sharding_of(like), sharding_of(saved[key])
+        if own != other:
+            return (
+                f"expected {key} of {own}, got {other}. Load through "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
     return None
 
 
+def _traits(value: Any) -> Any:  # noqa: ANN401 - of users
+    """Return what a tensor of the state has in common with its parameter."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    local = local_tensor(value)
+    # Sizes of an empty shard vary.
+    shape = tuple(local.shape) if local.numel() else "empty"
+    return shape, getattr(value, "placements", None), local.dtype, local.device.type
+
+
 def follow_elementwise(
-    known: list[weakref.ref[torch.Tensor]],
     algorithms: Iterable[str],
     groups: Iterable[Mapping[str, Any]],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
@@ -173,36 +187,30 @@ def follow_elementwise(
     """Return problems of the state of AdamW and Lion, and parameters that get a fresh one.
 
     Args:
-        known: Tensors of the last call, which are not compared again; updated.
         algorithms: Algorithms of the groups.
         groups: Parameter groups.
         state: State by parameter; users may have removed or replaced some.
     """
-    held: list[Any] = []
+    problems: list[str] = []
     fresh: set[torch.Tensor] = set()
     for number, (algorithm, group) in enumerate(zip(algorithms, groups, strict=True)):
         if algorithm == "muon":
             continue
         keys = [*_KEYS[algorithm], *["max_exp_avg_sq"] * bool(group.get("amsgrad"))]
         for index, param in enumerate(group["params"]):
-            if values := state.get(param):
-                held += [(number, index, param, key, values.get(key)) for key in keys]
-                if algorithm == "adamw":
-                    held.append((number, index, None, "step", values.get("step")))
-            elif param.grad is not None:
-                fresh.add(param)
-    if are_same(known, [value for *_, value in held]):
-        return [], fresh
-    problems = []
-    for number, index, param, key, value in held:
-        memory = ("dtype", "device") if param is not None else ()
-        expected = sharding_of(torch.zeros(()) if param is None else param, *memory)
-        if (actual := sharding_of(value, *memory)) != expected:
-            problems.append(
-                f"group {number}, parameter {index}: expected {key} of {expected}, got {actual}. "
-                "Put a tensor like the parameter there, or remove all of its state"
-            )
-    known[:] = [] if problems else [weakref.ref(value) for *_, value in held]
+            values, expected = state.get(param), _traits(param)
+            if not values:
+                fresh |= {param} if param.grad is not None else set()
+                continue
+            wrong = [key for key in keys if _traits(values.get(key)) != expected]
+            if algorithm == "adamw" and getattr(values.get("step"), "shape", None) != ():
+                wrong.append("step")
+            problems += [
+                f"group {number}, parameter {index}: expected {key} as torch makes it for "
+                f"{expected}, got {_traits(values.get(key))}. Put such a tensor there, or remove "
+                "all of its state"
+                for key in wrong
+            ]
     return problems, fresh
 
 
@@ -221,84 +229,7 @@ def after_pre_hooks(
     return state_dict, []
 
 
-def load_between_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as torch does, without hooks: they are called before anything is compared, and last."""
-    hooks = {kind: getattr(optimizer, kind) for kind in (_PRE_HOOKS, _POST_HOOKS)}
-    vars(optimizer).update({kind: {} for kind in hooks})
-    try:
-        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
-    finally:
-        vars(optimizer).update(hooks)
-
-
 def call_post_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Call the hooks of the end of a load."""
     for hook in getattr(optimizer, _POST_HOOKS).values():
         hook(optimizer)
-
-
-def load_together(
-    muon: Any,  # noqa: ANN401
-    optimizer: Any,  # noqa: ANN401
-    algorithms: Sequence[str],
-    state_dict: Mapping[str, Any],
-    problems: list[str],
-) -> None:
-    """Load a state on all ranks that step together, or raise on all of them.
-
-    A state without entries on any rank is one of before the first step.
-
-    Args:
-        muon: Steps the matrices.
-        optimizer: The optimizer around it, or the same.
-        algorithms: Algorithms of its parameter groups.
-        state_dict: Its state, with its errors, of ``after_pre_hooks()``.
-        problems: These errors.
-
-    Raises:
-        RuntimeError: On all ranks, with the problems. State and groups are unchanged.
-
-    Communication: a gather of objects, and a flag, over the ranks that step together.
-    """
-    has_state = bool(problems or state_dict.get("state", True))
-    if muon._holders:
-        has_state = any(gather_objects(has_state, muon.muon_step.group))
-    before = optimizer.state, optimizer.param_groups
-    # The state views these tensors, and a load copies into them.
-    moments: list[tuple[torch.Tensor, torch.Tensor]] = []
-    try:
-        moments += [(each.values, each.values.clone()) for each in muon.engine.moments]
-        if not problems:
-            # Without state that was removed no key would be expected.
-            muon.muon_step.follow_state()
-            fresh = muon.state if has_state else {}
-            new_state, problems = arranged(optimizer, algorithms, state_dict, fresh)
-        if not problems:
-            load_between_hooks(optimizer, new_state)
-            # Again: torch has loaded these tensors in the dtype of the parameter.
-            for parameter in planned_parameters(optimizer.param_groups):
-                loaded = optimizer.state[parameter.param]
-                for key in loaded.keys() & {*_MUON_KEYS, MAIN_PARAM}:
-                    loaded[key] = new_state["state"][parameter.name][key].to(loaded[key].device)
-            muon.muon_step.complete_state(optimizer.state)
-    # Any error: other ranks may have loaded theirs.
-    except Exception as error:
-        problems = [first_line(error)]
-    try:
-        # A rank without parameters has no group to agree with.
-        if muon._holders:
-            step = muon.muon_step
-            raise_where_any_rank_fails(problems, step.group, step.device, ADVICE)
-        elif problems:
-            raise RuntimeError("\n".join([*problems, ADVICE]))
-    except RuntimeError:
-        optimizer.state, optimizer.param_groups = before
-        for values, old in moments:
-            values.copy_(old)
-        raise
-    muon.state, muon._is_changing = optimizer.state, False
-    muon.muon_step.removed.clear()
-    if not has_state and optimizer is not muon:
-        optimizer.state = defaultdict(dict)
-    optimizer._has_stepped = has_state
-    call_post_hooks(optimizer)

@@ -2,37 +2,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for DTensors: momentum on shards, Newton-Schulz on whole matrices."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.gradients import (
-    GradientKey,
-    agree_to_step,
-    by_holders,
-    refuse_grad_scaler,
+from megatron_muon.fsdp2.gradients import Agreement, by_holders, refuse_grad_scaler
+from megatron_muon.fsdp2.loading import (
+    ADVICE,
+    Arranged,
+    after_pre_hooks,
+    arranged,
+    call_post_hooks,
 )
-from megatron_muon.fsdp2.loading import after_pre_hooks, load_together
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
 from megatron_muon.fsdp2.settings import (
     MuonArguments,
     group_problems,
     key_problems,
-    layouts_of,
+    layout_of,
 )
 from megatron_muon.fsdp2.validation import parameter_problems
-from megatron_muon.newton_schulz.settings import StackMethod
-from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.rows.parameters import PlannedParameter
-from megatron_muon.runtime.agreement import INTERRUPTED, first_line
+from megatron_muon.runtime.agreement import (
+    INTERRUPTED,
+    first_line,
+    gather_objects,
+    raise_where_any_rank_fails,
+)
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.step.dependencies import environment_problems
-from megatron_muon.step.elementwise import WeightDecayMethod
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
 
@@ -66,35 +67,9 @@ class Muon(WholeMatrixMuon):
         lr: Learning rate.
         momentum: EMA coefficient.
         weight_decay: Coefficient.
-        nesterov: Whether the gradient is averaged into the momentum once more.
-        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2`` of
-            emerging-optimizers, or ``cautious``: decoupled, where update and weight have the same
-            sign (arXiv:2510.12402).
-        fp32_matmul_prec: Precision of Newton-Schulz; ``medium`` is bf16.
-        coefficient_type: Name of emerging-optimizers' coefficients.
-        num_ns_steps: Newton-Schulz steps.
-        scale_mode: Scale of results by shape: ``spectral``, ``shape_scaling``,
-            ``unit_rms_norm`` (``spectral_unclamped`` in torch), ``match_adamw`` (``spectral`` times
-            0.2, the update size of AdamW), or ``none``.
-        extra_scale_factor: Another factor of results.
-        use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
-        exchange: Settings of the exchange; None for the defaults.
-        process_group: Ranks with copies of this rank's plain tensors, as under DDP.
-        tensor_group: Ranks with the other shards of plain tensors with a ``partition_dim`` of 0 or
-            1 (tensor parallelism of Transformer Engine or Megatron), in the order of the shards,
-            also uneven ones. Other parameters are the same on all of them.
-        newton_schulz: Orthogonalizes stacks ``(num_matrices, rows, cols)`` of float32 matrices in
-            place of Newton-Schulz. Matrices are then sent in fp32, and not split.
-        adaptive: Divides results by second moments: ``normuon``, ``namo`` or ``adamuon`` of
-            emerging-optimizers' ``AdaptiveMuon``; or a ``StackMethod``.
-        beta2: Decay rate of the second moment.
-        eps: Lower bound of its divisor.
-        momentum_dtype: bfloat16 halves the memory of momentum. It is averaged in float32, and
-            rounded once a step.
-        offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
-            and back, and the host waits for it in the end.
         others: Parameter groups of another optimizer, as in ``MuonAdamW``: their gradients are
             checked too.
+        options: Of ``MuonArguments``.
 
     Attributes:
         fresh_if_moved: Whether a state is loaded if it lacks parameters, or has state of another
@@ -107,7 +82,7 @@ class Muon(WholeMatrixMuon):
             or plans.
 
     Communication: at construction see ``find_plan_inputs()`` and ``build_engine()``. In a step see
-        ``agree_to_step()`` and ``Engine``.
+        ``Agreement`` and ``Engine``.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
         one more for parameters in bfloat16, against lost updates. While a step runs, another one
         for results, and staging memory. With ``CPUOffloadPolicy`` all but staging is in CPU memory.
@@ -118,12 +93,13 @@ class Muon(WholeMatrixMuon):
     _step_supports_amp_scaling = True
 
     muon_step: MuonStep
-    _holders: dict[GradientKey, PlannedParameter]
-    _is_built: bool = False
+    # Keys of groups that decide the plan, once it is made.
+    _layouts: list[dict[str, Any]] | None = None
     fresh_if_moved: bool = False
     # From the first change of a step to its end: after an error between them, some weights and
     # momentum have changed, and others have not.
     _is_changing: bool = False
+    state: dict[torch.Tensor, dict[str, Any]]
 
     def __init__(
         self,
@@ -132,74 +108,35 @@ class Muon(WholeMatrixMuon):
         momentum: float = 0.95,
         weight_decay: float = 0.01,
         *,
-        nesterov: bool = False,
-        weight_decay_method: WeightDecayMethod = "decoupled",
-        fp32_matmul_prec: FP32MatmulPrecT = "medium",
-        coefficient_type: str = "quintic",
-        num_ns_steps: int = 5,
-        scale_mode: str = "spectral",
-        extra_scale_factor: float = 1.0,
-        use_syrk: bool = False,
-        exchange: ExchangeSettings | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        tensor_group: dist.ProcessGroup | None = None,
-        newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        adaptive: str | StackMethod | None = None,
-        beta2: float = 0.95,
-        eps: float = 1e-8,
-        momentum_dtype: torch.dtype = torch.float32,
-        offload_momentum: bool = False,
         others: Sequence[Mapping[str, Any]] = (),
+        **options: Any,  # noqa: ANN401 - of MuonArguments, by name
     ) -> None:
-        arguments = MuonArguments(
-            nesterov=nesterov,
-            weight_decay_method=weight_decay_method,
-            fp32_matmul_prec=fp32_matmul_prec,
-            coefficient_type=coefficient_type,
-            num_ns_steps=num_ns_steps,
-            scale_mode=scale_mode,
-            extra_scale_factor=extra_scale_factor,
-            use_syrk=use_syrk,
-            exchange=exchange,
-            process_group=process_group,
-            tensor_group=tensor_group,
-            newton_schulz=newton_schulz,
-            adaptive=adaptive,
-            beta2=beta2,
-            eps=eps,
-            momentum_dtype=momentum_dtype,
-            offload_momentum=offload_momentum,
-        )
+        arguments = MuonArguments(**options)
         self._settings = {**vars(arguments), "algorithm": "muon"}
-        problems = arguments.problems()
+        problems = []
         try:
+            arguments.check()
             super().__init__(
                 # torch refuses an empty list, as of a pipeline stage.
                 list(params) or [{"params": []}],
                 lr,
                 momentum,
                 weight_decay,
-                nesterov=nesterov,
-                weight_decay_method=weight_decay_method,
-                fp32_matmul_prec=fp32_matmul_prec,
+                nesterov=arguments.nesterov,
+                weight_decay_method=arguments.weight_decay_method,
+                fp32_matmul_prec=arguments.fp32_matmul_prec,
             )
         # Do not raise yet: other ranks are still in the constructor. Errors are raised together.
         except (TypeError, ValueError) as error:
-            problems.append(first_line(error))
+            problems.append(str(error))
             self.param_groups: list[dict[str, Any]] = []
-        self._build_step(arguments, problems, list(planned_parameters(others)))
-
-    def _build_step(
-        self, arguments: MuonArguments, problems: list[str], others: Sequence[PlannedParameter]
-    ) -> None:
-        """Validate parameters, and build the step; called by all ranks together."""
         replicas, tensor_group = arguments.process_group, arguments.tensor_group
         parameters, unplanned, device, rows_device = view_parameters(
             list(planned_parameters(self.param_groups)), replicas, tensor_group
         )
         problems += environment_problems() + unplanned
         problems += parameter_problems(self, parameters, rows_device)
-        self.muon_step = MuonStep(
+        self.muon_step = step = MuonStep(
             [self],
             parameters,
             arguments.settings,
@@ -209,10 +146,15 @@ class Muon(WholeMatrixMuon):
             problems=problems,
             has_others=bool(others),
         )
-        self.engine = self.muon_step.engine
-        self._holders = by_holders(self.muon_step.plan_inputs, others, replicas or tensor_group)
-        self._layouts = layouts_of(self.param_groups)
-        self._is_built = True
+        self.engine = step.engine
+        holders = by_holders(
+            step.plan_inputs, list(planned_parameters(others)), replicas or tensor_group
+        )
+        self._agreement = Agreement(holders, step.group, device, arguments.check_gradients)
+        self._layouts = self._layouts_now()
+
+    def _layouts_now(self) -> list[dict[str, Any]]:
+        return [layout_of(group) for group in self.param_groups if group["params"]]
 
     def refresh_main_params(self) -> None:
         """Let the next step read bfloat16 parameters that were changed outside of a step.
@@ -240,7 +182,7 @@ class Muon(WholeMatrixMuon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group at construction, as torch does; afterwards the plan is fixed."""
-        if self._is_built:
+        if self._layouts is not None:
             raise RuntimeError(
                 "add_param_group: expected all parameters at construction, which plans their "
                 "exchange, got more. Build a new optimizer with all of them."
@@ -251,7 +193,12 @@ class Muon(WholeMatrixMuon):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups; state that was removed is fresh, as in the next step."""
+        """Return state and groups; state that was removed is fresh, as in the next step.
+
+        Raises:
+            RuntimeError: Gradients of the last step were not finite (``check_gradients``).
+        """
+        self._agreement.refuse_last()
         self.muon_step.follow_state()
         return super().state_dict()
 
@@ -271,10 +218,70 @@ class Muon(WholeMatrixMuon):
             RuntimeError: On all ranks, when one cannot load its state, or a parameter gets no
                 momentum, or momentum with other shards. The old state stays.
 
-        Communication: see ``load_together()``.
+        Communication: a gather of objects, and a flag, over the ranks that step together.
         """
-        algorithms = ["muon"] * len(self.param_groups)
-        load_together(self, self, algorithms, *after_pre_hooks(self, state_dict))
+        self._load(self, ["muon"] * len(self.param_groups), *after_pre_hooks(self, state_dict))
+        call_post_hooks(self)
+
+    def _load(
+        self,
+        optimizer: torch.optim.Optimizer,
+        algorithms: Sequence[str],
+        state_dict: Mapping[str, Any],
+        problems: Sequence[str],
+    ) -> bool:
+        """Load the state of this optimizer, or of the one around it, on all ranks or on none.
+
+        Args:
+            optimizer: That optimizer.
+            algorithms: Algorithms of its parameter groups.
+            state_dict: Its state, with its errors, of ``after_pre_hooks()``.
+            problems: These errors.
+
+        Returns:
+            Whether a rank has loaded state; otherwise it was one of before the first step.
+        """
+        step = self.muon_step
+        has_state = bool(problems or state_dict.get("state", True))
+        if self._agreement.holders:
+            has_state = any(gather_objects(has_state, step.group))
+        loaded = Arranged({}, [], list(problems))
+        # The state views these tensors, and a load copies into them.
+        moments: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            moments += [(each.values, each.values.clone()) for each in self.engine.moments]
+            if not problems:
+                # Without state that was removed no key would be expected.
+                step.follow_state()
+                loaded = arranged(
+                    optimizer.param_groups,
+                    algorithms,
+                    self._settings,
+                    state_dict,
+                    self.state if has_state else {},
+                    self.fresh_if_moved,
+                )
+            if not loaded.problems:
+                step.complete_state(loaded.state)
+        # Any error: other ranks may have loaded theirs.
+        except Exception as error:
+            loaded = Arranged({}, [], [first_line(error)])
+        try:
+            # A rank without parameters has no group to agree with.
+            if self._agreement.holders:
+                raise_where_any_rank_fails(loaded.problems, step.group, step.device, ADVICE)
+            elif loaded.problems:
+                raise RuntimeError("\n".join([*loaded.problems, ADVICE]))
+        except RuntimeError:
+            for values, old in moments:
+                values.copy_(old)
+            raise
+        optimizer.state, optimizer.param_groups = defaultdict(dict, loaded.state), loaded.groups
+        self.state = optimizer.state
+        self._is_changing = False
+        step.removed.clear()
+        self._agreement.forget()
+        return has_state
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -291,8 +298,9 @@ class Muon(WholeMatrixMuon):
 
         Raises:
             RuntimeError: On all ranks, when a gradient is not finite, or missing on some ranks;
-                nothing was updated. Gradients are scaled by a ``GradScaler``. The last step ended
-                in the middle by an error on one rank, and no state has been loaded since.
+                nothing was updated (but see ``check_gradients``). Gradients are scaled by a
+                ``GradScaler``. The last step ended in the middle by an error on one rank, and no
+                state has been loaded since.
         """
         loss = None
         if closure is not None:
@@ -320,18 +328,16 @@ class Muon(WholeMatrixMuon):
             fresh: Other parameters whose state is fresh in this step.
         """
         # A rank without parameters has nothing to step, and nothing to agree on.
-        if not self._holders:
+        if not self._agreement.holders:
             return
         refuse_grad_scaler(self)
         problems = [*problems, *self.muon_step.reserve(others)]
         if self._is_changing:
             problems.append(INTERRUPTED)
-        if layouts_of(self.param_groups) != self._layouts:
+        if self._layouts_now() != self._layouts:
             problems.append(_REPLANNED)
         try:
-            step = self.muon_step
-            fresh = step.removed.union(fresh)
-            without = agree_to_step(self._holders, step.group, step.device, problems, fresh)
+            without = self._agreement.check(problems, self.muon_step.removed.union(fresh))
         except RuntimeError:
             self.muon_step.release()
             raise

@@ -16,12 +16,11 @@ from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose, refuse_to_guess
 from megatron_muon.fsdp2.loading import (
     ADVICE,
+    Arranged,
     after_pre_hooks,
     arranged,
     call_post_hooks,
     follow_elementwise,
-    load_between_hooks,
-    load_together,
 )
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
@@ -96,6 +95,10 @@ class MuonAdamW(torch.optim.Optimizer):
     # torch.amp.GradScaler then always calls step(), which refuses it.
     _step_supports_amp_scaling = True
     fresh_if_moved: bool = False
+    algorithms: tuple[str, ...] = ()
+    muon: Muon | None = None
+    # Parameters of the plan.
+    _planned: Sequence[int] = ()
     # Whether there is state of Muon: from the first step on.
     _has_stepped: bool = False
 
@@ -114,43 +117,30 @@ class MuonAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         **muon_options: Any,  # noqa: ANN401 - of Muon, by name
     ) -> None:
-        known = dict(Muon.__init__.__kwdefaults__ or {})
-        del known["others"]
-        if unknown := sorted(muon_options.keys() - known.keys()):
-            raise TypeError(
-                f"MuonAdamW: expected arguments of Muon, or betas, eps, foreach or fused of AdamW, "
-                f"got {unknown}. Leave them out; AdamW's others are elementwise_options of "
-                "from_model(), or keys of a group"
-            )
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
-        self._settings = {**known, **self._options, "algorithm": "muon"}
+        arguments = MuonArguments(**self._options)
+        self._settings = {**vars(arguments), "algorithm": "muon"}
+        # On every rank alone: there may be no process group yet. All ranks have the same arguments.
+        arguments.check()
         listed = list(params)
         is_chosen = any(isinstance(each, dict) and "algorithm" in each for each in listed)
-        # On every rank alone: there may be no process group yet. All ranks have the same arguments.
-        if problems := MuonArguments(**known | self._options).problems():
-            raise ValueError("; ".join(problems))
         common = {"lr": lr, "weight_decay": weight_decay}
         self._defaults: dict[str, dict[str, Any]] = {
             "muon": {**common, "momentum": momentum},
             "adamw": {**common, "betas": betas, "eps": eps, "foreach": foreach, "fused": fused},
             "lion": {**common, "betas": betas},
         }
-        self.algorithms: tuple[str, ...] = ()
         self._inner: dict[str, torch.optim.Optimizer] = {}
-        self.muon: Muon | None = None
-        self._planned: list[int] = []
         self._reasons: dict[str, str] = {}
-        # Tensors of AdamW's and Lion's state in the last step.
-        self._followed: list[Any] = []
         # torch refuses an empty list, as of a pipeline stage.
         super().__init__(listed or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
         if listed and not is_chosen:
             refuse_to_guess(self.param_groups)
-        if listed and not is_chosen and own_rank() == 0:
-            logger.warning(
-                "MuonAdamW: no group names its algorithm, so Muon steps all parameters, embeddings "
-                "and heads too. MuonAdamW.from_model() chooses by module and name."
-            )
+            if own_rank() == 0:
+                logger.warning(
+                    "MuonAdamW: no group names its algorithm, so Muon steps all parameters, "
+                    "embeddings and heads too. MuonAdamW.from_model() chooses by module and name."
+                )
 
     @classmethod
     def from_model(
@@ -201,13 +191,12 @@ class MuonAdamW(torch.optim.Optimizer):
     def summary(self) -> str:
         """Return one line per parameter: name, shape, algorithm, layout, and the reason."""
         lines = []
-        parameters = planned_parameters(self.param_groups)
+        names = {each.param: each.name for each in planned_parameters(self.param_groups)}
         for algorithm, group in zip(self.algorithms, self.param_groups, strict=True):
             layout = [f"{key} {group[key]}" for key in PLANNED if group.get(key)]
-            for parameter in itertools.islice(parameters, len(group["params"])):
-                reason = self._reasons.get(parameter.name, "given")
-                shape = tuple(parameter.param.shape)
-                lines.append("  ".join([parameter.name, str(shape), algorithm, *layout, reason]))
+            for param in group["params"]:
+                reason = self._reasons.get(name := names[param], "given")
+                lines.append("  ".join([name, f"{(*param.shape,)}", algorithm, *layout, reason]))
         return "\n".join(lines)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -250,12 +239,14 @@ class MuonAdamW(torch.optim.Optimizer):
         if not groups or algorithm == "muon":
             return None
         if algorithm not in self._inner:
-            # The class checks its arguments, not the keys of groups: so both are passed.
-            made: type[torch.optim.Optimizer] = torch.optim.AdamW
+            optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
             if algorithm == "lion":
                 # Its import loads torch's compiler: seconds and memory for few users.
-                from megatron_muon.step.lion import FSDPLion as made
-            self._inner[algorithm] = made(groups, **self._defaults[algorithm])
+                from megatron_muon.step.lion import FSDPLion
+
+                optimizer_class = FSDPLion
+            # It checks its arguments, not the keys of groups: so both are passed.
+            self._inner[algorithm] = optimizer_class(groups, **self._defaults[algorithm])
         for group in groups:
             # OneCycleLR and CyclicLR set it in all groups, as it is in the defaults.
             if "momentum" in group:
@@ -269,13 +260,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """Plan the exchange of matrices once; called by all ranks together."""
         if self.muon is None:
             others = self._groups("adamw") + self._groups("lion")
-            muon = Muon(self._groups("muon"), others=others, **self._options)
-            # A state that was loaded before has momentum already.
-            for param, state in muon.state.items():
-                state.update(self.state.get(param, {}))
-            muon.muon_step.complete_state(muon.state)
+            self.muon = Muon(self._groups("muon"), others=others, **self._options)
             self._planned = self._ids()
-            self.muon = muon
         self.muon.param_groups = self._groups("muon")
         if self._has_stepped:
             # Users may have replaced it.
@@ -321,9 +307,7 @@ class MuonAdamW(torch.optim.Optimizer):
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
         problems = group_problems(self.param_groups, self.algorithms, self._settings)
-        replaced, fresh = follow_elementwise(
-            self._followed, self.algorithms, self.param_groups, self.state
-        )
+        replaced, fresh = follow_elementwise(self.algorithms, self.param_groups, self.state)
         problems += replaced + ([] if self._ids() == self._planned else [_CHANGED])
         muon._step_overlapped(step_others, problems, memory, fresh if self._has_stepped else ())
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
@@ -333,7 +317,13 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups; state that was removed is fresh, as in the next step."""
+        """Return state and groups; state that was removed is fresh, as in the next step.
+
+        Raises:
+            RuntimeError: As ``Muon.state_dict()``.
+        """
+        if self.muon is not None:
+            self.muon._agreement.refuse_last()
         if self._has_stepped and self.state:
             self._plan().muon_step.follow_state()
         return super().state_dict()
@@ -355,21 +345,28 @@ class MuonAdamW(torch.optim.Optimizer):
         has_state = bool(problems or state_dict.get("state", True))
         # A rank without parameters and state plans with the others.
         if self.muon is not None or any(gather_objects(has_state)):
-            load_together(self._plan(), self, self.algorithms, state_dict, problems)
-            return
-        try:
-            new_state, problems = arranged(self, self.algorithms, state_dict, {})
-        # Other ranks may have loaded theirs.
-        except (KeyError, TypeError, ValueError) as error:
-            problems = [first_line(error)]
-        of_all_ranks = dict.fromkeys(itertools.chain(*gather_objects(problems)))
-        if of_all_ranks:
-            raise RuntimeError("\n".join([*of_all_ranks, ADVICE]))
-        load_between_hooks(self, new_state)
-        # torch keeps an entry for every parameter: state_dict() then looks for parameters that
-        # accelerate replaces after it has loaded this state.
-        for param in [param for param, values in self.state.items() if not values]:
-            del self.state[param]
+            muon = self._plan()
+            muon.fresh_if_moved = self.fresh_if_moved
+            self._has_stepped = muon._load(self, self.algorithms, state_dict, problems)
+            if not self._has_stepped:
+                self.state = defaultdict(dict)
+        else:
+            loaded = Arranged({}, [], [])
+            try:
+                loaded = arranged(
+                    self.param_groups,
+                    self.algorithms,
+                    self._settings,
+                    state_dict,
+                    {},
+                    self.fresh_if_moved,
+                )
+            # Other ranks may have loaded theirs.
+            except (KeyError, TypeError, ValueError) as error:
+                loaded.problems.append(first_line(error))
+            if of_all_ranks := dict.fromkeys(itertools.chain(*gather_objects(loaded.problems))):
+                raise RuntimeError("\n".join([*of_all_ranks, ADVICE]))
+            self.param_groups = loaded.groups
         call_post_hooks(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -381,6 +378,6 @@ class MuonAdamW(torch.optim.Optimizer):
                 "MuonAdamW: expected no copy after the first step, or with process groups, which "
                 "cannot be copied. Build another one, and load the state of this one."
             )
-        names = ("_defaults", "_options", "_settings", "algorithms", "muon", "_planned", "_reasons")
+        names = ("_defaults", "_options", "_settings", "algorithms", "_reasons")
         attributes = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **attributes, "_inner": {}, "_followed": []}
+        return {**super().__getstate__(), **attributes, "_inner": {}}

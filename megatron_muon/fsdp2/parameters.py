@@ -59,15 +59,13 @@ def as_split_sizes(sizes: Any) -> Any:  # noqa: ANN401 - not validated yet
 
 def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
     """Yield the parameters of groups, viewed as they are."""
-    number = 0
+    numbers = itertools.count()
     for group in param_groups:
-        names = group.get("param_names") or [
-            f"parameter {number + i}" for i in range(len(group["params"]))
-        ]
-        number += len(names)
+        names = group.get("param_names") or [None] * len(group["params"])
         for name, param in zip(names, group["params"], strict=True):
+            number = next(numbers)
             yield PlannedParameter(
-                name,
+                name or f"parameter {number}",
                 param,
                 param,
                 as_split_sizes(group.get("split_sizes")),
@@ -125,27 +123,22 @@ def view_parameters(
     Communication: a gather of objects over the job.
     """
     params = [parameter.param for parameter in parameters]
-    types = (
-        param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
-        for param in params
-    )
-    mine = _Facts(
-        next(types, None),
-        ranks_with(process_group),
-        ranks_with(tensor_group),
-        {
-            number: local_tensor(param).shape[dim]
-            for number, param in enumerate(params)
-            if (dim := partition_dim(param)) is not None and dim < param.ndim
-        },
-    )
+    device_type = None
+    if params:
+        first_mesh = getattr(params[0], "device_mesh", None)
+        device_type = params[0].device.type if first_mesh is None else first_mesh.device_type
+    sizes = {
+        number: local_tensor(param).shape[dim]
+        for number, param in enumerate(params)
+        if (dim := partition_dim(param)) is not None and dim < param.ndim
+    }
+    mine = _Facts(device_type, ranks_with(process_group), ranks_with(tensor_group), sizes)
     facts = gather_objects(mine)
     device = torch.device(next((fact.device_type for fact in facts if fact.device_type), "cpu"))
     if params and not dist.is_initialized():
         device = params[0].device
     elif device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-    is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
     mesh: DeviceMesh | None = None
     problems: list[str] = []
     if process_group is not None or tensor_group is not None:
@@ -155,22 +148,21 @@ def view_parameters(
         try:
             if mesh is None:
                 view = _megatron_view(parameter)
+            elif number in sizes and tensor_group is None:
+                raise ValueError(
+                    "expected tensor_group with a partition_dim of "
+                    f"{partition_dim(parameter.param)}, got none. Pass the ranks that hold the "
+                    "other shards, or a group of this rank alone"
+                )
             else:
                 # A missing size makes the tiling fail on all ranks.
-                sizes = [facts[rank].sizes.get(number, 0) for rank in mine.tensor_ranks]
-                is_cut = number in mine.sizes
-                if is_cut and tensor_group is None:
-                    raise ValueError(
-                        "expected tensor_group with a partition_dim of "
-                        f"{partition_dim(parameter.param)}, got none. Pass the ranks that hold the "
-                        "other shards, or a group of this rank alone"
-                    )
-                view = _plain_view(parameter, mesh, sizes if is_cut else None)
+                of_shards = [facts[rank].sizes.get(number, 0) for rank in mine.tensor_ranks]
+                view = _plain_view(parameter, mesh, of_shards if number in sizes else None)
             viewed.append(_flattened(view) if parameter.flattens is True else view)
         except ValueError as error:
             problems.append(f"{parameter.name}: {error}")
-    rows_device = torch.device("cpu") if is_in_cpu_memory else device
-    return Views(viewed, problems, device, rows_device)
+    is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
+    return Views(viewed, problems, device, torch.device("cpu") if is_in_cpu_memory else device)
 
 
 def ranks_with(group: dist.ProcessGroup | None) -> tuple[int, ...]:

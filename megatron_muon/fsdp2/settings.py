@@ -17,6 +17,7 @@ import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from emerging_optimizers.utils import FP32MatmulPrecT
 
+from megatron_muon.fsdp2.gradients import CHECKS
 from megatron_muon.fsdp2.parameters import as_split_sizes
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
@@ -92,27 +93,22 @@ def key_problems(
                 f"{key}: expected a number, at least 0 and less than {end}, got {value!r}. Pass "
                 "another"
             )
-        if key in _READ[algorithm] or (key == "momentum" and not is_new):
-            continue
-        if (remedy := _remedy(key, algorithm)) is None:
+        is_read = key in _READ[algorithm] or (key == "momentum" and not is_new)
+        if is_read or (remedy := _remedy(key, algorithm)) is None:
             continue
         expected = f"no such key in a group of {algorithm}"
         if algorithm == "muon" and key in settings:
-            own = settings[key]
-            if value is own or (isinstance(value, bool | float | int | str) and value == own):
+            expected = f"{settings[key]}, the setting of all groups of Muon"
+            # Not the values: tensors and functions are compared otherwise.
+            if str(value) == str(settings[key]):
                 continue
-            expected = f"{own!r}, the setting of all groups of Muon"
         problems.append(f"{key}: expected {expected}, got {value!r}. {remedy}")
     return problems
 
 
-def layouts_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the keys that decide the plan, by group of Muon."""
-    return [
-        {key: as_split_sizes(group.get(key, value)) for key, value in PLANNED.items()}
-        for group in groups
-        if group["params"]
-    ]
+def layout_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a group of Muon that decide the plan."""
+    return {key: as_split_sizes(group.get(key, value)) for key, value in PLANNED.items()}
 
 
 def group_problems(
@@ -129,55 +125,91 @@ def group_problems(
 @functools.cache
 def _remedy(key: str, algorithm: str) -> str | None:
     """Return the remedy for a key that no step reads, or None for the key of a tool."""
-    read, name = _READ[algorithm], _RENAMED.get(key, key)
-    ours = MuonArguments.__dataclass_fields__.keys()
     classes = (AdaptiveMuon, torch.optim.Muon, torch.optim.SGD, torch.optim.AdamW)
-    theirs = {name for each in classes for name in inspect.signature(each).parameters}
-    if name == "algorithm":
-        return "Pass algorithm, with muon, adamw or lion, in the groups of a new MuonAdamW"
-    if name in read:
-        return f"Call it {name}"
-    if algorithm == "muon" and name in ours:
-        return f"Pass {name} to the constructor, or step these parameters with another optimizer"
-    if name in ours | theirs | PLANNED.keys():
-        return "Leave it out, or choose another algorithm for these parameters"
-    near = difflib.get_close_matches(key, read | ours | theirs | {"algorithm"}, 1, 0.85)
-    # max_momentum is the key of a schedule, momentun is none.
-    if not near or set(near[0].split("_")) <= set(key.split("_")):
-        return None
-    return f"Write {near[0]}; a key of your own needs a name that differs more"
+    known = set().union(*_READ.values(), MuonArguments.__dataclass_fields__, {"algorithm"})
+    known = known.union(*(inspect.signature(optimizer).parameters for optimizer in classes))
+    name = _RENAMED.get(key, key)
+    if name not in known:
+        near = difflib.get_close_matches(key, known, 1, 0.85)
+        # max_momentum is the key of a schedule, momentun is none.
+        if not near or set(near[0].split("_")) <= set(key.split("_")):
+            return None
+        name = near[0]
+    if name in _READ[algorithm]:
+        return f"Write {name}; a key of your own needs a name that differs more"
+    return (
+        f"Pass {name} to the constructor of an optimizer that has it, or choose another algorithm "
+        "for these parameters"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonArguments:
-    """Keyword arguments of ``Muon``; see there."""
+    """Keyword arguments of ``Muon``, which ``MuonAdamW`` takes too.
 
-    nesterov: bool
-    weight_decay_method: WeightDecayMethod
-    fp32_matmul_prec: FP32MatmulPrecT
-    coefficient_type: str
-    num_ns_steps: int
-    scale_mode: str
-    extra_scale_factor: float
-    use_syrk: bool
-    exchange: ExchangeSettings | None
-    process_group: dist.ProcessGroup | None
-    tensor_group: dist.ProcessGroup | None
-    newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None
-    adaptive: str | StackMethod | None
-    beta2: float
-    eps: float
-    momentum_dtype: torch.dtype
-    offload_momentum: bool
+    Args:
+        nesterov: Whether the gradient is averaged into the momentum once more.
+        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2`` of
+            emerging-optimizers, or ``cautious``: decoupled, where update and weight have the same
+            sign (arXiv:2510.12402).
+        fp32_matmul_prec: Precision of Newton-Schulz; ``medium`` is bf16.
+        coefficient_type: Name of emerging-optimizers' coefficients.
+        num_ns_steps: Newton-Schulz steps.
+        scale_mode: Scale of results by shape: ``spectral``, ``shape_scaling``,
+            ``unit_rms_norm`` (``spectral_unclamped`` in torch), ``match_adamw`` (``spectral`` times
+            0.2, the update size of AdamW), or ``none``.
+        extra_scale_factor: Another factor of results.
+        use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
+        exchange: Settings of the exchange; None for the defaults.
+        process_group: Ranks with copies of this rank's plain tensors, as under DDP.
+        tensor_group: Ranks with the other shards of plain tensors with a ``partition_dim`` of 0 or
+            1 (tensor parallelism of Transformer Engine or Megatron), in the order of the shards,
+            also uneven ones. Other parameters are the same on all of them.
+        newton_schulz: Orthogonalizes stacks ``(num_matrices, rows, cols)`` of float32 matrices in
+            place of Newton-Schulz. Matrices are then sent in fp32, and not split.
+        adaptive: Divides results by second moments: ``normuon``, ``namo`` or ``adamuon`` of
+            emerging-optimizers' ``AdaptiveMuon``; or a ``StackMethod``.
+        beta2: Decay rate of the second moment.
+        eps: Lower bound of its divisor.
+        momentum_dtype: bfloat16 halves the memory of momentum. It is averaged in float32, and
+            rounded once a step.
+        offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
+            and back, and the host waits for it in the end.
+        check_gradients: When a step refuses gradients that are not finite: ``sync``, before
+            anything changes, for which the host waits; ``next_step``, in the next step, without a
+            wait; ``off``, never. See docs/fsdp2.md.
 
-    @property
-    def _scale(self) -> Scale:
-        return scale_function(self.scale_mode, self.extra_scale_factor)
+    Raises:
+        TypeError: An unknown argument.
+    """
+
+    nesterov: bool = False
+    weight_decay_method: WeightDecayMethod = "decoupled"
+    fp32_matmul_prec: FP32MatmulPrecT = "medium"
+    coefficient_type: str = "quintic"
+    num_ns_steps: int = 5
+    scale_mode: str = "spectral"
+    extra_scale_factor: float = 1.0
+    use_syrk: bool = False
+    exchange: ExchangeSettings | None = None
+    process_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None
+    adaptive: str | StackMethod | None = None
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum_dtype: torch.dtype = torch.float32
+    offload_momentum: bool = False
+    check_gradients: str = "sync"
 
     @cached_property
     def moments(self) -> SecondMoments:
         """Second moments of the optimizer."""
         return SecondMoments(self.adaptive, self.beta2, self.eps, self._scale)
+
+    @property
+    def _scale(self) -> Scale:
+        return scale_function(self.scale_mode, self.extra_scale_factor)
 
     @property
     def settings(self) -> MuonSettings:
@@ -204,8 +236,8 @@ class MuonArguments:
             f"{self.scale_mode} {self.extra_scale_factor}",
         )
 
-    def problems(self) -> list[str]:
-        """List invalid arguments, one sentence each.
+    def check(self) -> None:
+        """Raise a ValueError for invalid arguments.
 
         Emerging-optimizers reports unknown names only in the first step, after weight decay, while
         other ranks wait.
@@ -215,6 +247,7 @@ class MuonArguments:
             "fp32_matmul_prec": sorted(get_args(FP32MatmulPrecT)),
             "scale_mode": sorted(SCALE_MODES),
             "momentum_dtype": [torch.float32, torch.bfloat16],
+            "check_gradients": list(CHECKS),
         }
         problems = [
             f"{name}: expected one of {choices}, got {value!r}. Choose one"
@@ -229,20 +262,16 @@ class MuonArguments:
                 "use_syrk: expected False, got True. Pass "
                 'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
             )
+        problems += method_problems(self.adaptive, self.weight_decay_method)
+        if problems:
+            raise ValueError("; ".join(problems))
         settings = self.settings
         function, backend = self.newton_schulz, settings.exchange.newton_schulz
         if function is not None and (not callable(function) or backend != "standard"):
-            problems.append(
+            raise ValueError(
                 f"newton_schulz: expected a function of a stack, got {function!r} and "
                 f"exchange.newton_schulz {backend}. Pass a function, or a name there"
             )
-        problems += method_problems(self.adaptive, self.weight_decay_method)
-        for check in (
-            lambda: settings.exchange.comm_dtypes(settings.newton_schulz.is_bf16),
-            lambda: settings.newton_schulz.coefficients,
-        ):
-            try:
-                check()
-            except ValueError as error:
-                problems.append(str(error).removesuffix("."))
-        return problems
+        # Both raise.
+        settings.exchange.comm_dtypes(settings.newton_schulz.is_bf16)
+        _ = settings.newton_schulz.coefficients

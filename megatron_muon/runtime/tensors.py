@@ -137,12 +137,14 @@ def find_not_finite(grads: Sequence[tuple[str, torch.Tensor]], device: torch.dev
         norms = [norm.to(device) for norm in norms]
     not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
 
+    # Not the tensors: it may be called when a later step has freed them.
+    names = [fqn for fqn, _ in grads]
+
     def explain() -> list[str]:
         """Name the gradients that are not finite; the host reads here."""
         return [
-            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
-            f"shard of shape {tuple(grad.shape)}"
-            for (fqn, grad), is_bad in zip(grads, not_finite.tolist(), strict=False)
+            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32"
+            for fqn, is_bad in zip(names, not_finite.tolist(), strict=False)
             if is_bad
         ]
 

@@ -3,7 +3,6 @@
 """Optimizers that a trainer builds from parameters alone, as verl, NeMo-RL and others do."""
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -208,6 +207,6 @@ def test_uncertain_parameters_are_refused(make, message):
 def test_unknown_arguments_are_refused_by_name():
     """Arguments that only another AdamW has are refused by name."""
     model = mixed_model()
-    with pytest.raises(TypeError, match=re.escape("['amsgrad']")):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'amsgrad'"):
         from_parameters(model.parameters(), lr=0.1, amsgrad=True)
     assert device() == model.up.weight.device

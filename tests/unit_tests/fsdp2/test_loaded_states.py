@@ -197,7 +197,7 @@ def test_state_of_another_method_is_refused():
         for each in (None, "normuon", "namo")
     )
     # Its one number was broadcast.
-    with pytest.raises(RuntimeError, match=r"expected moment2_buffer of \(4,\), got \(1,\)"):
+    with pytest.raises(RuntimeError, match=r"expected moment2_buffer of .*\(4,\), got .*\(1,\)"):
         ours.load_state_dict(namo.state_dict())
     with pytest.raises(RuntimeError, match="expected .*moment2_buffer.* of muon, got"):
         ours.load_state_dict(plain.state_dict())
@@ -215,9 +215,9 @@ def test_splits_of_this_run_win_over_those_of_the_checkpoint():
     other = Muon([{"params": [param], "split_sizes": (1, 3)}])
     with pytest.warns(UserWarning) as warned:
         other.load_state_dict(saved)
-    of_sizes, of_transposed = (str(each.message) for each in warned)
-    assert "split_sizes 2, this run (1, 3)" in of_sizes
-    assert "transposed True, this run False" in of_transposed
+    (text,) = (str(each.message) for each in warned)
+    assert "the checkpoint has {'split_sizes': 2, 'transposed': True, " in text
+    assert "this run {'split_sizes': (1, 3), 'transposed': False, " in text
     assert other.param_groups[0]["split_sizes"] == (1, 3)
     assert "transposed" not in other.param_groups[0]
 

@@ -228,8 +228,8 @@ FAULTS: list[tuple[Callable[[Any], None], str]] = [
     (_put(lambda value: torch.ones(7)), "got local shape (7,)"),
     (_delete_of_adamw, "rank 0: embed.weight: expected to reset state on all ranks that hold"),
     (_put(lambda value: torch.ones(7), "exp_avg"), "rank 1: group 1, parameter 0: expected exp_"),
-    (_put(lambda value: None, "step"), "rank 1: group 1, parameter 0: expected step of"),
-    (_put(lambda value: value.double(), "exp_avg_sq"), "torch.float32, cpu, got"),
+    (_put(lambda value: None, "step"), "rank 1: group 1, parameter 0: expected step as"),
+    (_put(lambda value: value.double(), "exp_avg_sq"), "torch.float32, 'cpu'), got"),
     (_set_no_rate, "rank 1: group 1: lr: expected a number"),
 ]
 

@@ -4,6 +4,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_muon.fsdp2 import Muon, MuonAdamW
 
 
-def _muon(model: Any) -> Muon:
-    return Muon([("up", model.up.weight), ("down", model.down.weight)], nesterov=True)
+def _muon(model: Any, **options: Any) -> Muon:
+    named = [("up", model.up.weight), ("down", model.down.weight)]
+    return Muon(named, nesterov=True, **options)
 
 
-def _muon_adamw(model: Any) -> MuonAdamW:
-    return MuonAdamW.from_model(model, lr=0.1)
+def _muon_adamw(model: Any, **options: Any) -> MuonAdamW:
+    return MuonAdamW.from_model(model, lr=0.1, **options)
 
 
 def _sharded() -> tuple[Any, Any]:
@@ -184,6 +186,51 @@ def _spoil_gradients() -> None:
         assert _attempt(optimizer, *params, model.norm.bias) == ("no error", [*stays, False])
 
 
+def _check_later(make: Callable[..., Any]) -> None:
+    """Let rank 1 alone have NaN: ``next_step`` raises on both ranks one step later, ``off`` never.
+
+    A step checks and reduces gradients once, or with ``off`` not at all, as torch's AdamW.
+    """
+    is_last = dist.get_rank() == 1
+    num_reduced, num_checked = {}, {}
+    for check in ("sync", "next_step", "off"):
+        model = small_model(is_sharded=True)
+        optimizer = make(model, check_gradients=check)
+        up, embed = model.up.weight, model.embed.weight
+        step(model, optimizer, 0)
+        weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        with FailAt(None) as operations:
+            step(model, optimizer, 1)
+        num_reduced[check] = sum(name.startswith("c10d.allreduce") for name in operations.names)
+        num_checked[check] = operations.names.count("aten.bitwise_not.default")
+        if check == "sync":
+            continue
+        for number, param in enumerate([up, embed][: 1 + (make is _muon_adamw)]):
+            draw_grads(model.parameters(), 2)
+            param.grad._local_tensor[0, 0] = math.nan if is_last else 1.0
+            assert error_of(optimizer.step) == "no error"
+            # Newton-Schulz spreads it over all of a matrix.
+            assert bool(local(param).isnan().any()) == (is_last or param is up)
+            for call in (optimizer.state_dict, optimizer.step, optimizer.step):
+                error = error_of(call)
+                if check == "off":
+                    assert error == "no error"
+                else:
+                    assert f"step {3 + 2 * number} of this optimizer: expected finite" in error
+                    assert ("expected a finite gradient" if is_last else "other ranks") in error
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(copy.deepcopy(state))
+            step(model, optimizer, 3)
+        draw_grads(model.parameters(), 4)
+        up.grad = up.grad if is_last else None
+        assert error_of(optimizer.step) == "no error"
+        error = error_of(optimizer.step)
+        if check == "next_step":
+            assert "rank 1: up" in error and "found a step later" in error
+    assert num_checked == {"sync": 1, "next_step": 1, "off": 0}
+    assert num_reduced["sync"] == num_reduced["next_step"] == num_reduced["off"] + 1
+
+
 def _step_without_matrices(has_one: bool) -> None:
     """Spoil a gradient on rank 1, which has no matrix; with ``has_one`` rank 0 has one.
 
@@ -245,6 +292,8 @@ def _faults_of_one_rank() -> None:
     init_group()
     _interrupt()
     _spoil_gradients()
+    for make in (_muon, _muon_adamw):
+        _check_later(make)
     for has_one in (True, False):
         _step_without_matrices(has_one)
     _empty_of_another_shape()

@@ -16,7 +16,8 @@ from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, muon
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
+from megatron_muon.fsdp2.gradients import Agreement
 from megatron_muon.runtime import norms
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.step.metrics import MetricSums
@@ -83,7 +84,7 @@ def test_weights_in_bfloat16_are_compared_in_the_first_step_alone():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_step_allocates_what_ranks_have_agreed_on(name):
     """All memory of a step on a GPU is taken before ranks agree."""
-    agree = muon.agree_to_step
+    agree = Agreement.check
     num_before = 0
 
     def agreed(*args: Any) -> Any:
@@ -92,7 +93,7 @@ def test_step_allocates_what_ranks_have_agreed_on(name):
         num_before = len(recorder.allocations)
         return found
 
-    with fake_cuda() as recorder, mock.patch.object(muon, "agree_to_step", agreed):
+    with fake_cuda() as recorder, mock.patch.object(Agreement, "check", agreed):
         optimizer = OPTIMIZERS[name](ON_GPU)
         for _ in range(2):
             _set_grads(optimizer)

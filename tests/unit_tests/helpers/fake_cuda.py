@@ -70,9 +70,12 @@ class Recorder(OperationCounter):
         # Tables of the kernel that moves rows, and their elements.
         self.tables: list[tuple[Any, int]] = []
         self._since_wait: list[tuple[StorageWeakRef, int]] = []
+        self.num_recordings = 0
         self.clear()
 
     def clear(self) -> None:
+        """Record anew, as from the beginning of a step."""
+        self.num_recordings += 1
         self.allocations: list[Allocation] = []
         self.waits: list[Wait] = []
         self.slow_copies: list[Wait] = []
@@ -219,6 +222,19 @@ class _Stream:
     wait_stream = record_event = wait_event = wait = record = lambda self, *args: self
 
 
+class _Event(_Stream):
+    """An event; of a step before, it is over."""
+
+    def record(self, *_: Any) -> None:
+        """Remember in which recording."""
+        self._recording = self._recorder.num_recordings
+
+    def synchronize(self) -> None:
+        """Record a wait for this recording."""
+        if self._recording == self._recorder.num_recordings:
+            super().synchronize()
+
+
 @contextmanager
 def fake_cuda() -> Iterator[Recorder]:
     """Let tensors on "cuda" be fake ones; the kernel that moves rows is counted, and not run."""
@@ -251,7 +267,8 @@ def fake_cuda() -> Iterator[Recorder]:
         return recorder.tables[-1][0]
 
     replaced = [
-        *((torch.cuda, name, lambda *_, **__: stream) for name in ("Stream", "Event", "stream")),
+        *((torch.cuda, name, lambda *_, **__: stream) for name in ("Stream", "stream")),
+        (torch.cuda, "Event", lambda *_, **__: _Event(recorder)),
         (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "synchronize", lambda *_: recorder.wait("synchronize")),
         (torch.cuda, "current_device", lambda: 0),

@@ -31,13 +31,13 @@ def _muon() -> Iterator[tuple[Recorder, Any]]:
 
 
 @contextmanager
-def _muon_adamw() -> Iterator[tuple[Recorder, Any]]:
+def _muon_adamw(**options: Any) -> Iterator[tuple[Recorder, Any]]:
     with fake_cuda() as recorder:
         groups = [
             {"params": _parameters(SHAPES)},
             {"params": _parameters([(2048, 256)] * 2), "algorithm": "adamw"},
         ]
-        yield recorder, MuonAdamW(groups)
+        yield recorder, MuonAdamW(groups, **options)
 
 
 def _norm_on_device(_: int, __: Any, tensors: Any, *___: Any) -> tuple[torch.Tensor, None]:
@@ -181,6 +181,22 @@ def test_host_waits_once_for_the_gradients(name):
     assert [wait.file for wait in recorder.waits] == CASES[name].readers, recorder.waits
     assert recorder.slow_copies == []
     assert recorder.mixed == []
+
+
+@pytest.mark.parametrize("check", ["sync", "next_step", "off"])
+def test_host_waits_only_for_gradients_that_are_checked_in_the_same_step(check):
+    """The host waited for the gradients of each step, and could not launch it before they came."""
+    with _muon_adamw(check_gradients=check) as (recorder, optimizer):
+        for _ in range(3):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = torch.empty_like(param)
+            recorder.clear()
+            optimizer.step()
+    assert [wait.file for wait in recorder.waits] == ["fsdp2/gradients.py"] * (check == "sync")
+    assert recorder.slow_copies == recorder.mixed == []
+    # Of the flags; the other one is of norms.
+    assert recorder.operations["aten::_to_copy"] == 1 + (check == "next_step")
 
 
 @of_each_optimizer
