@@ -5,7 +5,7 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,17 +128,13 @@ def build_megatron_fsdp_emerging_optimizer(
     )
 
 
-def choose_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+def choose_builder(
+    original: Any, config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
-
-    def _get_megatron_emerging_optimizer(
-        config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        is_ours = is_megatron_fsdp(model_chunks)
-        build = build_megatron_fsdp_emerging_optimizer if is_ours else original
-        return build(config, model_chunks, *args, **kwargs)
-
-    return _get_megatron_emerging_optimizer
+    is_ours = is_megatron_fsdp(model_chunks)
+    build = build_megatron_fsdp_emerging_optimizer if is_ours else original
+    return build(config, model_chunks, *args, **kwargs)
 
 
 def _tag_parameters(
@@ -176,17 +172,15 @@ class _ChildBuilder:
         self, fqns: dict[FSDPParameter, str], param_groups: Mapping[tuple[str, bool], Any]
     ) -> list[str]:
         """Find the row sharding of Muon's parameters, and list errors, a sentence each."""
-        problems = environment_problems()
-        for (name, _), groups in param_groups.items():
-            for param in [p for group in groups for p in group["params"]]:
-                if name != self._config.optimizer:
-                    continue
-                planned = PlannedParameter(fqns[param], param, param)
-                try:
-                    self._tensor_shards[param] = tensor_shard_of(planned)
-                # Ranks have different parameters.
-                except ValueError as error:
-                    problems.append(f"{planned.name}: {error}")
+        problems, of_muon = environment_problems(), self._config.optimizer
+        groups = [g for (name, _), named in param_groups.items() if name == of_muon for g in named]
+        for param in [param for group in groups for param in group["params"]]:
+            planned = PlannedParameter(fqns[param], param, param)
+            try:
+                self._tensor_shards[param] = tensor_shard_of(planned)
+            # Ranks have different parameters.
+            except ValueError as error:
+                problems.append(f"{planned.name}: {error}")
         return problems
 
     def build(
@@ -267,16 +261,14 @@ class _ChildBuilder:
 
 
 def _log_routing(config: OptimizerConfig, param_groups: Mapping[tuple[str, bool], Any]) -> None:
-    """Log on rank 0 how many parameters every optimizer was given, and why."""
-    parts = []
-    for (name, is_expert), groups in param_groups.items():
-        number = sum(len(group["params"]) for group in groups)
-        reason = (
-            "2-D weights" if name == config.optimizer else "not 2-D, or not for Muon by its rules"
-        )
-        parts.append(f"{name}: {number} {'expert' if is_expert else 'dense'} parameters ({reason})")
+    """Log on rank 0 how many parameters every optimizer was given."""
+    parts = [
+        f"{name} steps {sum(len(group['params']) for group in groups)} "
+        f"{'expert' if is_expert else 'dense'} parameters"
+        for (name, is_expert), groups in param_groups.items()
+    ]
     text = "%s under Megatron-FSDP, this rank's model-parallel part: %s"
-    log_single_rank(logger, logging.INFO, text, config.optimizer, "; ".join(parts))
+    log_single_rank(logger, logging.INFO, text, config.optimizer, ", ".join(parts))
     if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
         log_single_rank(
             logger,

@@ -92,9 +92,9 @@ def named_optimizer_parameters(
 ) -> Iterator[tuple[str, FSDPParameter]]:
     """Yield the trainable parameters of all chunks with names free of wrapper prefixes."""
     for chunk in model_chunks:
-        for name, param in chunk.named_parameters():
+        for name, param in sharded_parameters(sharded_module(chunk)).items():
             if param.requires_grad:
-                yield bare_name(name), param
+                yield name, param
 
 
 def bare_name(name: str) -> str:
