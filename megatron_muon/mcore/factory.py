@@ -6,6 +6,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -153,31 +154,26 @@ def _tag_parameters(
         tag_blocks(chunk, splits, lambda param: tensor_shard_shape(param)[0])
 
 
+@dataclass
 class _ChildBuilder:
     """Builds the optimizers of a chain."""
 
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        options: MuonOptions,
-        model_chunks: list[FSDPModel],
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        self._config, self._options = config, options
-        self._model_chunks, self._groups = model_chunks, pg_collection
-        self._is_v2 = is_v2(model_chunks[0])
-        self._tensor_shards: dict[torch.Tensor, PlannedParameter] = {}
+    config: OptimizerConfig
+    options: MuonOptions
+    model_chunks: list[FSDPModel]
+    groups: ProcessGroupCollection
+    tensor_shards: dict[torch.Tensor, PlannedParameter] = field(default_factory=dict)
 
     def find_tensor_shards(
         self, fqns: dict[FSDPParameter, str], param_groups: Mapping[tuple[str, bool], Any]
     ) -> list[str]:
         """Find the row sharding of Muon's parameters, and list errors, a sentence each."""
-        problems, of_muon = environment_problems(), self._config.optimizer
+        problems, of_muon = environment_problems(), self.config.optimizer
         groups = [g for (name, _), named in param_groups.items() if name == of_muon for g in named]
         for param in [param for group in groups for param in group["params"]]:
             planned = PlannedParameter(fqns[param], param, param)
             try:
-                self._tensor_shards[param] = tensor_shard_of(planned)
+                self.tensor_shards[param] = tensor_shard_of(planned)
             # Ranks have different parameters.
             except ValueError as error:
                 problems.append(f"{planned.name}: {error}")
@@ -189,34 +185,34 @@ class _ChildBuilder:
         """Build the optimizer of one name, for experts or for dense parameters."""
         if name == "lion":
             child = self._wrapped(self._lion(param_groups))
-        elif name == self._config.optimizer:
+        elif name == self.config.optimizer:
             child = self._wrapped(self._muon(param_groups))
         else:
             child = self._scalar(name, param_groups)
         child.grad_stats_parallel_group = grad_stats_group(
-            self._model_chunks[0], self._groups, is_expert=is_expert
+            self.model_chunks[0], self.groups, is_expert=is_expert
         )
         return child
 
     def _muon(self, param_groups: list[dict[str, Any]]) -> FSDPZeROTensorParallelMuon:
-        config = self._config
+        config = self.config
         to_kwargs = _EMERGING_OPTIMIZERS[config.optimizer].config_to_kwargs
-        kwargs = to_kwargs(config, self._model_chunks, self._groups)
+        kwargs = to_kwargs(config, self.model_chunks, self.groups)
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
         kwargs["split_qkv"] = True
         return FSDPZeROTensorParallelMuon(
             param_groups,
-            tensor_shards=self._tensor_shards,
+            tensor_shards=self.tensor_shards,
             device=current_device(),
-            momentum_dtype=self._options.momentum_dtype,
-            offload_momentum=self._options.muon_fsdp_offload_momentum,
+            momentum_dtype=self.options.momentum_dtype,
+            offload_momentum=self.options.muon_fsdp_offload_momentum,
             **kwargs,
         )
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
-        config = self._config
+        config = self.config
         # As upstream: --lion-beta1 and --lion-beta2 belong to Lion beside another optimizer.
         prefix = "adam" if config.optimizer == "lion" else "lion"
         betas = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
@@ -225,34 +221,34 @@ class _ChildBuilder:
     def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> MegatronOptimizer:
         # The same for all optimizers of emerging-optimizers: it calls _init_group.
         init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
-        arguments = (inner, self._config, None, init_state, self._model_chunks)
+        arguments = (inner, self.config, None, init_state, self.model_chunks)
         child: MegatronOptimizer
-        if self._is_v2:
+        if is_v2(self.model_chunks[0]):
             # Releases lack it.
             from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 
             child = FullyShardedOptimizer(*arguments)
         else:
             child = DistributedOptimizer(*arguments, **_NOT_READ)
-        child.tp_group = self._groups.tp
-        child.expert_tp_group = self._groups.expt_tp or self._groups.tp
+        child.tp_group = self.groups.tp
+        child.expert_tp_group = self.groups.expt_tp or self.groups.tp
         return child
 
     def _scalar(self, name: str, param_groups: list[dict[str, Any]]) -> MegatronOptimizer:
-        scalar_config = copy.copy(self._config)
+        scalar_config = copy.copy(self.config)
         scalar_config.optimizer = name
         # Only with it does Megatron wrap the optimizer as a DistributedOptimizer; v2 refuses it.
-        scalar_config.use_distributed_optimizer = not self._is_v2
+        scalar_config.use_distributed_optimizer = not is_v2(self.model_chunks[0])
         child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=scalar_config,
-            model_chunks=self._model_chunks,
+            model_chunks=self.model_chunks,
             param_groups=param_groups,
-            model_parallel_group=self._groups.mp,
-            pg_collection=self._groups,
+            model_parallel_group=self.groups.mp,
+            pg_collection=self.groups,
         )
         # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
-        child.config = self._config
-        if self._is_v2 and type(child.optimizer).__name__ == "FusedAdam":
+        child.config = self.config
+        if is_v2(self.model_chunks[0]) and type(child.optimizer).__name__ == "FusedAdam":
             # Transformer Engine's may skip updates of a group that ends in an empty shard. Source:
             # issue 3207 of NVIDIA/TransformerEngine.
             for group in child.optimizer.param_groups:

@@ -166,9 +166,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
-        groups, is_expert = self.pg_collection, getattr(param, "expert_tp", False)
-        if groups is None:
-            return None
+        is_expert, groups = getattr(param, "expert_tp", False), self.pg_collection
         group: dist.ProcessGroup | None = groups.expt_tp if is_expert else groups.tp
         return group if group is not None and dist.get_world_size(group) > 1 else None
 
@@ -224,7 +222,6 @@ def build_muon_step(
             another local shape.
     """
     first, of = optimizers[0], optimizers[0].arguments
-    kinds = [type(muon).__name__ for muon in optimizers]
     settings = MuonSettings(
         NewtonSchulzSettings(
             of["num_ns_steps"],
@@ -243,7 +240,7 @@ def build_muon_step(
             momentum_dtype=first.momentum_dtype,
             offload_momentum=first.offload_momentum,
         ),
-        f"{of['scale_mode']} {of['extra_scale_factor']}, optimizers {kinds}",
+        f"{of['scale_mode']} {of['extra_scale_factor']}, {len(optimizers)} optimizers",
     )
     problems = [problem for muon in optimizers for problem in muon.problems()]
     # Groups of the model with all ranks that hold a dense matrix, or an expert.
