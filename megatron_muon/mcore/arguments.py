@@ -159,10 +159,11 @@ def validate(original: Any, args: argparse.Namespace, *defaults: Any, **more_def
     adapt_arguments(args)
     check_arguments(args)
     requested = args.optimizer
-    if requested in BUILT_OPTIMIZERS and args.use_megatron_fsdp:
-        text = "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam"
-        logger.info(text, requested)
-        args.optimizer = "adam"
+    if requested not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
+        return original(args, *defaults, **more_defaults)
+    text = "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam"
+    logger.info(text, requested)
+    args.optimizer = "adam"
     try:
         return original(args, *defaults, **more_defaults)
     finally:

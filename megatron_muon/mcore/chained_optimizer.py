@@ -88,7 +88,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
         has_log = self.muon_step is not None and log_metrics
         self.metrics_log = MetricsLog(self.muon_step) if has_log else None  # type: ignore[arg-type]
-        self._state = OptimizerState(self.chained_optimizers, self.model_chunks)
+        self.stored_state = OptimizerState(self.chained_optimizers, self.model_chunks)
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -245,7 +245,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             ``MuonStep.collect_moments()``.
         """
         name = "use_checkpoint_opt_param_scheduler"
-        self._state.unpack(state_dict, loads_schedule=getattr(self.config, name, False))
+        self.stored_state.unpack(state_dict, loads_schedule=getattr(self.config, name, False))
         if self.muon_step is not None:
             self.muon_step.collect_moments()
         self._is_changing = False
@@ -259,7 +259,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """
         if self.muon_step is not None:
             self.muon_step.publish_moments()
-        return self._state.pack()
+        return self.stored_state.pack()
 
 
 def _is_muon(child: MegatronOptimizer) -> bool:

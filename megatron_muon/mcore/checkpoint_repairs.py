@@ -6,8 +6,6 @@ Without them Muon's state cannot be saved if layers are gated (SwiGLU), nor any 
 fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
 """
 
-import functools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,10 +86,10 @@ class _LocatedParameters:
         # Upstream passes the wrapper or the module inside.
         self._model = sharded_module(model) if is_wrapped(model) else model
         # Names as in checkpoints, across pipeline stages.
-        self._layer_names = names = layer_names(self._model)
-        self._parameters = {
-            names(name): param for name, param in sharded_parameters(self._model).items()
-        }
+        names = layer_names(self._model)
+        parameters = sharded_parameters(self._model)
+        self._parameters = {names(name): param for name, param in parameters.items()}
+        self._modules = [(names(name), module) for name, module in self._model.named_modules()]
         if buffers := getattr(self._model, "param_and_grad_buffer", None):
             strategy = buffers.ddp_config.data_parallel_sharding_strategy
             setattr(buffers.dist_index, _IS_REPLICATED, strategy == "no_shard")
@@ -99,13 +97,9 @@ class _LocatedParameters:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the modules of the model; the original asks for them in every call."""
-        yield from self._modules
-
-    @functools.cached_property
-    def _modules(self) -> list[tuple[str, torch.nn.Module]]:
-        return [(self._layer_names(n), module) for n, module in self._model.named_modules()]
+    def named_modules(self) -> list[tuple[str, torch.nn.Module]]:
+        """Return the modules of the model; the original asks for them in every call."""
+        return self._modules
 
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, with or without the prefixes of wrappers."""
@@ -126,7 +120,7 @@ class _MeshOfV2:
     tp_dim = None
 
     def __init__(self, param: DTensor) -> None:
-        self._mesh, self._placements = param.device_mesh, param.placements
+        self._param = param
 
     def get_submesh(self, *_: Any, **__: Any) -> Any:
         """Return a tensor-parallel mesh of one rank: the parameter is sharded by v2 alone."""
@@ -134,7 +128,7 @@ class _MeshOfV2:
 
     def dtensor(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
         """Return the shard of a slice of the parameter, with unchanged placements."""
-        return as_shard(local, self._mesh, self._placements, shape)
+        return as_shard(local, self._param.device_mesh, self._param.placements, shape)
 
 
 def keep_replicas_whole(

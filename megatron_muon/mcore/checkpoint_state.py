@@ -132,10 +132,13 @@ class OptimizerState:
     Args:
         children: Optimizers.
         model_chunks: The model, which still holds its DTensor parameters.
+
+    Attributes:
+        names: Names of parameters in checkpoints.
     """
 
     def __init__(self, children: Sequence[MegatronOptimizer], model_chunks: Sequence[Any]) -> None:
-        self._children, self._names = children, names_in_checkpoints(model_chunks)
+        self._children, self.names = children, names_in_checkpoints(model_chunks)
         for child in children:
             initialize_state(child)
 
@@ -157,8 +160,8 @@ class OptimizerState:
             agree_on_step(child)
         state, settings = {}, {}
         for states, group, param in self._parameters():
-            state[self._names[param]] = dict(states)
-            settings[self._names[param]] = {k: v for k, v in group.items() if k != "params"}
+            state[self.names[param]] = dict(states)
+            settings[self.names[param]] = {k: v for k, v in group.items() if k != "params"}
         return {"state": state, "param_to_group_meta": settings}
 
     @torch.no_grad()
@@ -184,7 +187,7 @@ class OptimizerState:
         loaded = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if loads_schedule else ()))
         overridden: dict[str, str] = {}
         for states, group, param in self._parameters():
-            name = self._names[param]
+            name = self.names[param]
             for key, value in state_dict["state"][name].items():
                 if not isinstance(value, torch.Tensor):
                     states[key] = value
@@ -207,7 +210,7 @@ class OptimizerState:
 
     def _raise_where_it_does_not_fit(self, state_dict: Mapping[str, Any]) -> None:
         # Before anything is copied: training would silently continue from half a loaded state.
-        expected = {self._names[param]: states for states, _, param in self._parameters()}
+        expected = {self.names[param]: states for states, _, param in self._parameters()}
         layouts = [
             {
                 f"state.{name}.{kind}": _describe(value)

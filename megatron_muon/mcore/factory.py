@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from megatron_muon.mcore.fsdp_model import (
     copy_parameter_attributes,
     current_device,
     grad_stats_group,
-    is_megatron_fsdp,
     is_v2,
+    is_wrapped,
     named_optimizer_parameters,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
@@ -115,10 +115,17 @@ def build_megatron_fsdp_emerging_optimizer(
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
         name = group.get("optimizer", config.optimizer)
         param_groups[name, group["is_expert_parallel"]].append(group)
-    children = _ChildBuilder(config, options, list(model_chunks), pg_collection)
-    if config.optimizer != "lion":
-        problems = children.find_tensor_shards(fqns, param_groups)
-        raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
+    tensor_shards, problems = {}, environment_problems()
+    # Lion has no matrices.
+    for param, fqn in fqns.items() if config.optimizer != "lion" else ():
+        # Ranks have different parameters.
+        try:
+            if param.dim() == 2:
+                tensor_shards[param] = tensor_shard_of(PlannedParameter(fqn, param, param))
+        except ValueError as error:
+            problems.append(f"{fqn}: {error}")
+    raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
+    children = _ChildBuilder(config, options, list(model_chunks), pg_collection, tensor_shards)
     _log_routing(config, param_groups)
     return FSDPMuonChainedOptimizer(
         [children.build(*key, groups) for key, groups in param_groups.items()],
@@ -133,7 +140,7 @@ def choose_builder(
     original: Any, config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
-    is_ours = is_megatron_fsdp(model_chunks)
+    is_ours = any(is_wrapped(chunk) or is_v2(chunk) for chunk in model_chunks)
     build = build_megatron_fsdp_emerging_optimizer if is_ours else original
     return build(config, model_chunks, *args, **kwargs)
 
@@ -162,22 +169,7 @@ class _ChildBuilder:
     options: MuonOptions
     model_chunks: list[FSDPModel]
     groups: ProcessGroupCollection
-    tensor_shards: dict[torch.Tensor, PlannedParameter] = field(default_factory=dict)
-
-    def find_tensor_shards(
-        self, fqns: dict[FSDPParameter, str], param_groups: Mapping[tuple[str, bool], Any]
-    ) -> list[str]:
-        """Find the row sharding of Muon's parameters, and list errors, a sentence each."""
-        problems, of_muon = environment_problems(), self.config.optimizer
-        groups = [g for (name, _), named in param_groups.items() if name == of_muon for g in named]
-        for param in [param for group in groups for param in group["params"]]:
-            planned = PlannedParameter(fqns[param], param, param)
-            try:
-                self.tensor_shards[param] = tensor_shard_of(planned)
-            # Ranks have different parameters.
-            except ValueError as error:
-                problems.append(f"{planned.name}: {error}")
-        return problems
+    tensor_shards: dict[torch.Tensor, PlannedParameter]
 
     def build(
         self, name: str, is_expert: bool, param_groups: list[dict[str, Any]]

@@ -20,7 +20,6 @@ strategy                            ``main_grad``                 gradients must
 """
 
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +54,9 @@ def keep_gradient_scaling_factor(
     return helper
 
 
-def scale_each_microbatch_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def scale_each_microbatch_once(
+    original: Any, self: Any, ddp_config: Any, params: Any, is_data_distributed: bool, **kwargs: Any
+) -> None:
     """Wrap ``DataParallelBuffer.__init__``, whose gradients over one rank are scaled repeatedly.
 
     If gradients are sharded, every microbatch is reduced and added to its shard. Over a group of
@@ -68,14 +69,11 @@ def scale_each_microbatch_once(original: Any, self: Any, *args: Any, **kwargs: A
 
     Source: NVIDIA/Megatron-LM issue 6660 and pull request 6773, which came after 0.19.2.
     """
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
-    values = bound.arguments
-    strategy = values["ddp_config"].data_parallel_sharding_strategy
-    if "gradient_scaling_factor" in values:
-        is_sharded = strategy in ("optim_grads", "optim_grads_params")
-        values["is_data_distributed"] = is_sharded or values["is_data_distributed"]
-        setattr(self, IS_SHARDED, is_sharded)
-    original(*bound.args, **bound.kwargs)
+    if "gradient_scaling_factor" in kwargs:
+        strategy = ddp_config.data_parallel_sharding_strategy
+        setattr(self, IS_SHARDED, strategy in ("optim_grads", "optim_grads_params"))
+        is_data_distributed = is_data_distributed or getattr(self, IS_SHARDED)
+    original(self, ddp_config, params, is_data_distributed=is_data_distributed, **kwargs)
 
 
 def count_outer_reductions(
@@ -101,15 +99,16 @@ def take_outer_reductions(chunk: Any) -> set[int]:
     }
 
 
-def reduce_grad_norm_over_instances(original: Any, *args: Any, **kwargs: Any) -> Any:
+def reduce_grad_norm_over_instances(
+    original: Any, config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``_get_megatron_optimizer_based_on_param_groups``: the norm covers all shards.
 
     Upstream reduces it over one optimizer instance, which under HFSDP holds only some of the
     shards: instances have different norms and clip differently. v2 reduces the norm over the
     data-parallel ranks of one pipeline stage, and so stages differ.
     """
-    optimizer = original(*args, **kwargs)
-    chunk = (kwargs["model_chunks"] if "model_chunks" in kwargs else args[1])[0]
+    optimizer, chunk = original(config, model_chunks, *args, **kwargs), model_chunks[0]
     if not getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
         return optimizer
     is_v2 = fsdp_model.is_v2(chunk)

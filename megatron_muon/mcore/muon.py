@@ -3,6 +3,7 @@
 """Muon over the row shards of Megatron-FSDP, as an optimizer of Megatron's."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -377,10 +378,8 @@ def _rows_like(param: Any, *, is_joined: bool) -> DTensor:
         Replicate() if is_joined and placement.is_shard(1) else placement
         for placement in param.placements
     ]
-    num_cols = 1
-    for axis, placement in enumerate(placements):
-        if placement.is_shard(1):
-            num_cols *= param.device_mesh.size(axis)
+    sizes = zip(placements, param.device_mesh.shape, strict=True)
+    num_cols = math.prod(size for placement, size in sizes if placement.is_shard(1))
     local = local_tensor(param)
     zeros = local.new_zeros(local.shape[0], 1)
     return as_shard(zeros, param.device_mesh, placements, (param.shape[0], num_cols))

@@ -6,6 +6,7 @@ Without them no model with stages trains under Megatron-FSDP, with any optimizer
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,8 @@ def mesh_of_stage(original: Any, *groups: Any, ep_size: int = 1) -> torch.Tensor
 
     Communication: with stages one gather of objects over each group of data-parallel ranks.
     """
-    num_ranks = ep_size
-    for group in groups:
-        num_ranks *= group.size()
     # Without stages upstream's arithmetic is right, and needs no collective.
-    if num_ranks == dist.get_world_size():
+    if ep_size * math.prod(group.size() for group in groups) == dist.get_world_size():
         return original(*groups, ep_size=ep_size)
     *outer, tp_group = groups
     ranks: Any = dist.get_process_group_ranks(tp_group)
@@ -110,29 +108,16 @@ def sum_whole_gradients(
 
     The first and the last stage both have a copy of a tied embedding, each sharded with the other
     parameters of its stage. Upstream adds the shards of the two ranks that correspond, although
-    they hold other rows, or one of them none.
-    """
-    if model[0].ddp_config.use_megatron_fsdp:
-        sum_tied_gradient(model, embd_group, pp_group, weight_getter)
-    else:
-        original(model, embd_group, pp_group, weight_getter, *rest, **kwargs)
-
-
-def sum_tied_gradient(
-    model: list[Any], embd_group: Any, pp_group: Any, weight_getter: Callable[[Any], Any]
-) -> None:
-    """Add the gradients of the copies of an embedding, and give each rank its rows of the sum.
-
-    Args:
-        model: Chunks of this rank, whose gradients have been reduced.
-        embd_group: Ranks of the stages that have a copy.
-        pp_group: Ranks of the pipeline.
-        weight_getter: Returns the embedding of a chunk; None if it has none.
+    they hold other rows, or one of them none. Here the gradients of the copies are added, and each
+    rank gets its rows of the sum.
 
     Communication: an all-gather of the rows over the shard group, and an all-reduce of the whole
         gradient over the embedding group.
     Memory: until it returns the gradient of the tensor-parallel rank's embedding, and its padding.
     """
+    if not model[0].ddp_config.use_megatron_fsdp:
+        original(model, embd_group, pp_group, weight_getter, *rest, **kwargs)
+        return
     # The group may be None, whose size upstream counts as 1. Middle stages are not in it.
     ranks = dist.get_process_group_ranks(embd_group) if get_pg_size(embd_group) > 1 else ()
     if dist.get_rank() not in ranks:
