@@ -114,20 +114,18 @@ def _check_dataset_helpers() -> None:
         return
     helpers = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
     headers = Path(sysconfig.get_path("include")).name
-    tools = {name: shutil.which(name) for name in ("make", "python3", "python3-config")}
-    if all(tools.values()):
-        make = ["make", "--dry-run", "-C", str(folder)]
-        command = subprocess.run(make, capture_output=True, text=True).stdout
+    if make := shutil.which("make"):
+        command = subprocess.check_output([make, "--dry-run", "-C", str(folder)], text=True)
         if " -o " not in command and (folder / helpers).is_file():
             return
         # pybind11 of that Python prints the folder of its headers.
         if re.search(rf"/{headers}\b.* -o {re.escape(helpers)}$", command, re.MULTILINE):
             return
-    path = ":".join(dict.fromkeys([str(Path(sys.executable).parent), f"{sys.base_prefix}/bin"]))
+    path = f"{Path(sys.executable).parent}:{sys.base_prefix}/bin"
     raise SettingsError(
         f"PATH: expected make, and python3 and python3-config of {sys.executable} with pybind11, "
-        f"to compile the dataset helpers in {folder}; got {', '.join(map(str, tools.values()))}. "
-        f"Type: PATH={path}:$PATH torchrun ..."
+        f"to compile the dataset helpers in {folder}, got others or none. Type: "
+        f"PATH={path}:$PATH torchrun ..."
     )
 
 

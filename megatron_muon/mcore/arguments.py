@@ -5,7 +5,7 @@
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -145,36 +145,26 @@ def adapt_arguments(args: argparse.Namespace) -> None:
         args.align_grad_reduce = False
 
 
-def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Wrap ``add_megatron_arguments`` to add the flags of this package."""
-
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_flags(original(parser))
-
-    return add_megatron_arguments
+    return add_flags(original(parser))
 
 
-def validate(original: Callable[..., Any]) -> Callable[..., Any]:
+def validate(original: Any, args: argparse.Namespace, *defaults: Any, **more_defaults: Any) -> Any:
     """Wrap ``validate_args`` to accept Muon with Megatron-FSDP and to refuse other settings.
 
     The original asserts that Megatron-FSDP runs with adam or sgd, so it sees ``adam``. Its other
     checks of Megatron-FSDP stay in force.
     """
-
-    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        adapt_arguments(args)
-        check_arguments(args)
-        requested = args.optimizer
-        if requested not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
-            return original(args, defaults)
-        logger.info(
-            "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam",
-            requested,
-        )
-        args.optimizer = "adam"
-        try:
-            return original(args, defaults)
-        finally:
-            args.optimizer = requested
-
-    return validate_args
+    adapt_arguments(args)
+    check_arguments(args)
+    requested = args.optimizer
+    if requested not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
+        return original(args, *defaults, **more_defaults)
+    text = "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam"
+    logger.info(text, requested)
+    args.optimizer = "adam"
+    try:
+        return original(args, *defaults, **more_defaults)
+    finally:
+        args.optimizer = requested

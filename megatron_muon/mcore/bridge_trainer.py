@@ -16,11 +16,10 @@ from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.checkpoint_folders import find_checkpoint
 from megatron_muon.mcore.checkpoint_load import Comparison, find_together, load_compared
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkpoint
-from megatron_muon.mcore.metrics_log import LoggedRun
 from megatron_muon.mcore.unsupported import raise_where_refused
 
 
-def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+def compare_before_loading(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``load_fsdp_dtensor_checkpoint``, which ignores missing tensors.
 
     Weights are compared strictly with ``strict_fsdp_dtensor_load`` alone, which is off by default;
@@ -28,29 +27,25 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Communication: see ``find_together()`` and ``rename_and_compare()``.
     """
-
-    def load_fsdp_dtensor_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        load = functools.partial(original, *args, **kwargs)
-        call = _arguments(original, args, kwargs)
-        if call["rank0"] or call["sharded_state_dict"] is None:
-            return load()
-        checkpoint = find_together(lambda: _locate(call), checks_files=True)
-        assert checkpoint is not None
-        is_strict = getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)
-        comparison = Comparison(
-            checkpoint,
-            ("model", "optimizer") if is_strict else ("optimizer",),
-            f"{checkpoint.folder} does not fit the optimizer or the model of this run. If only "
-            "the optimizer differs, checkpoint.load_optim=False or checkpoint.finetune=True "
-            "loads the weights and starts momentum at zero. Nothing was loaded.",
-        )
-        # Other trainers pass a model's configuration, or none.
-        if scheduler := getattr(call["cfg"], "scheduler", None):
-            name = "use_checkpoint_opt_param_scheduler"
-            setattr(call["cfg"].optimizer, name, getattr(scheduler, name))
-        return load_compared(load, call["sharded_state_dict"], comparison)
-
-    return load_fsdp_dtensor_checkpoint
+    load = functools.partial(original, *args, **kwargs)
+    call = _arguments(original, args, kwargs)
+    if call["rank0"] or call["sharded_state_dict"] is None:
+        return load()
+    checkpoint = find_together(lambda: _locate(call), checks_files=True)
+    assert checkpoint is not None
+    is_strict = getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)
+    comparison = Comparison(
+        checkpoint,
+        ("model", "optimizer") if is_strict else ("optimizer",),
+        f"{checkpoint.folder} does not fit the optimizer or the model of this run. If only "
+        "the optimizer differs, checkpoint.load_optim=False or checkpoint.finetune=True "
+        "loads the weights and starts momentum at zero. Nothing was loaded.",
+    )
+    # Other trainers pass a model's configuration, or none.
+    if scheduler := getattr(call["cfg"], "scheduler", None):
+        name = "use_checkpoint_opt_param_scheduler"
+        setattr(call["cfg"].optimizer, name, getattr(scheduler, name))
+    return load_compared(load, call["sharded_state_dict"], comparison)
 
 
 def _arguments(
@@ -73,23 +68,19 @@ def _locate(call: Mapping[str, Any]) -> StoredCheckpoint:
     return read_checkpoint(path)
 
 
-def leave_stages_unaligned(original: Callable[..., None]) -> Callable[..., None]:
+def leave_stages_unaligned(
+    original: Any, model: Any, model_config: Any, ddp_config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Wrap ``_update_model_config_funcs``: Megatron-FSDP cannot align stages.
 
     See ``alignment_problems()``. ``dist.align_grad_reduce`` is on by default.
     """
-
-    def _update_model_config_funcs(
-        model: Any, model_config: Any, ddp_config: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        if ddp_config.use_megatron_fsdp and model_config.pipeline_model_parallel_size > 1:
-            kwargs["align_grad_reduce"] = False
-        original(model, model_config, ddp_config, *args, **kwargs)
-
-    return _update_model_config_funcs
+    if ddp_config.use_megatron_fsdp and model_config.pipeline_model_parallel_size > 1:
+        kwargs["align_grad_reduce"] = False
+    original(model, model_config, ddp_config, *args, **kwargs)
 
 
-def check_before_training(original: Callable[..., Any]) -> Callable[..., Any]:
+def check_before_training(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``train`` to refuse settings of checkpoints, and to give metrics their writers.
 
     An optimizer does not see settings of checkpoints when it is built.
@@ -97,17 +88,13 @@ def check_before_training(original: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         SettingsError: With all settings that cannot work.
     """
-
-    def train(*args: Any, **kwargs: Any) -> Any:
-        call = _arguments(original, args, kwargs)
-        optimizer, state = call["optimizer"], call["global_state"]
-        if isinstance(optimizer, FSDPMuonChainedOptimizer):
-            raise_where_refused(_settings(state.cfg))
-            if optimizer.metrics_log is not None:
-                optimizer.metrics_log.run = functools.partial(_run, state)
-        return original(*args, **kwargs)
-
-    return train
+    call = _arguments(original, args, kwargs)
+    optimizer, state = call["optimizer"], call["global_state"]
+    if isinstance(optimizer, FSDPMuonChainedOptimizer):
+        raise_where_refused(_settings(state.cfg))
+        if optimizer.metrics_log is not None:
+            optimizer.metrics_log.bridge_state = state
+    return original(*args, **kwargs)
 
 
 def _settings(cfg: Any) -> Mapping[str, Any]:
@@ -116,9 +103,3 @@ def _settings(cfg: Any) -> Mapping[str, Any]:
     model = getattr(cfg.model, "transformer", cfg.model)
     optimizer = {**vars(cfg.optimizer), "optimizer": cfg.optimizer.optimizer.removeprefix("dist_")}
     return {**vars(cfg.checkpoint), **vars(model), **vars(cfg.ddp), **optimizer}
-
-
-def _run(state: Any) -> LoggedRun:
-    interval = state.cfg.logger.tensorboard_log_interval
-    step = state.train_state.step + 1
-    return LoggedRun(step, interval, state.tensorboard_logger, state.wandb_logger)

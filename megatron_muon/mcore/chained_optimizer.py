@@ -7,14 +7,16 @@ NaN would carry it into every parameter.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    preprocess_state_dict_for_uneven_dtensor,
+)
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.mcore import checkpoint_state
+from megatron_muon.mcore.checkpoint_state import OptimizerState
 from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import FSDPModel, current_device
 from megatron_muon.mcore.metrics_log import MetricsLog
@@ -86,13 +88,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
         has_log = self.muon_step is not None and log_metrics
         self.metrics_log = MetricsLog(self.muon_step) if has_log else None  # type: ignore[arg-type]
-        # Named while the model still holds its DTensor parameters.
-        self._state_names = checkpoint_state.names_in_checkpoints(self.model_chunks)
-        main_weights = checkpoint_state.main_weights(self.model_chunks)
-        # Before anything can be saved: ranks that hold different sets of state hang the save.
-        for child in self.chained_optimizers:
-            checkpoint_state.initialize_state(child)
-            checkpoint_state.record_offsets(child, main_weights)
+        self.stored_state = OptimizerState(self.chained_optimizers, self.model_chunks)
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -187,20 +183,17 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             True; an optimizer that fails raises before any weight is installed.
         """
         self._is_changing = True
-        with _timed(self.config, "optimizer-inner-step"):
-            if self.muon_step is not None:
-                self.muon_step.step()
-            for child in self.chained_optimizers:
-                if not child.is_stub_optimizer and not _is_muon(child):
-                    # The inner step alone: the wrapper's would install weights, see above.
-                    child.optimizer.step()
+        if self.muon_step is not None:
+            self.muon_step.step()
+        for child in self.chained_optimizers:
+            if not child.is_stub_optimizer and not _is_muon(child):
+                # The inner step alone: the wrapper's would install weights, see above.
+                child.optimizer.step()
         self._is_changing = False
-        with _timed(self.config, "optimizer-copy-main-to-model-params"):
-            for chunk in self._chunks:
-                chunk.install_weights()
-        with _timed(self.config, "params-all-gather"):
-            for chunk in self.model_chunks:
-                chunk.start_param_sync()
+        for chunk in self._chunks:
+            chunk.install_weights()
+        for model_chunk in self.model_chunks:
+            model_chunk.start_param_sync()
         if self.metrics_log is not None:
             self.metrics_log.write()
         return True
@@ -223,18 +216,16 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             chunk.update_compute_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and group settings of all parameters by name.
+        """Return the state and group settings of all parameters by name, for any trainer.
 
-        The tensors belong to the optimizers, and carry their row offsets:
-        ``torch.distributed.checkpoint`` saves them, and loads them in place on any number of ranks.
+        The tensors belong to the optimizers, and carry their row offsets, without which torch
+        silently assumes even shards: ``torch.distributed.checkpoint`` saves them, and loads them in
+        place on any number of ranks.
 
-        Communication: see ``agree_on_step()``, for every inner optimizer.
+        Communication: see ``OptimizerState.pack()``; and per tensor an all-gather of shapes as
+            objects over each axis of its mesh.
         """
-        if self.muon_step is not None:
-            self.muon_step.publish_moments()
-        for child in self.chained_optimizers:
-            checkpoint_state.agree_on_step(child)
-        return checkpoint_state.pack(self.chained_optimizers, self._state_names)
+        return preprocess_state_dict_for_uneven_dtensor(self.sharded_state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill the optimizers from ``state_dict()`` of a run on the same ranks.
@@ -253,36 +244,23 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Communication: one all-reduce of a single int32 over all ranks of the job; see also
             ``MuonStep.collect_moments()``.
         """
-        arguments = self.chained_optimizers, self._state_names, state_dict
-        checkpoint_state.raise_where_state_does_not_fit(*arguments)
         name = "use_checkpoint_opt_param_scheduler"
-        checkpoint_state.unpack(*arguments, loads_schedule=getattr(self.config, name, False))
+        self.stored_state.unpack(state_dict, loads_schedule=getattr(self.config, name, False))
         if self.muon_step is not None:
             self.muon_step.collect_moments()
         self._is_changing = False
         self.reload_model_params()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return ``state_dict()``, which is saved, or filled in place when loading.
+        """Return ``state_dict()`` without row offsets, which Megatron's trainer adds by itself.
 
-        Unlike upstream, no step creates the state: it exists from construction.
+        It is saved, or filled in place when loading. Unlike upstream, no step creates the state: it
+        exists from construction.
         """
-        return self.state_dict()
+        if self.muon_step is not None:
+            self.muon_step.publish_moments()
+        return self.stored_state.pack()
 
 
 def _is_muon(child: MegatronOptimizer) -> bool:
     return isinstance(child.optimizer, FSDPZeROTensorParallelMuon)
-
-
-@contextmanager
-def _timed(config: Any, name: str) -> Iterator[None]:
-    """Run a block under one of Megatron's timers, where the configuration has them."""
-    if config.timers is None:
-        yield
-        return
-    timer = config.timers(name, log_level=1)
-    timer.start(barrier=config.barrier_with_L1_time)
-    try:
-        yield
-    finally:
-        timer.stop()

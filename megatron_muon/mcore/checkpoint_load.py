@@ -71,7 +71,15 @@ class Comparison(NamedTuple):
     advice: str
 
 
-def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+def find_before_loading(
+    original: Any,
+    load_dir: str | None,
+    args: Any,
+    rank0: bool = False,
+    sharded_state_dict: dict[str, Any] | None = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
     """Wrap ``_load_base_checkpoint`` to refuse anything but a finished checkpoint of this format.
 
     Upstream exits with status 0 if the tracker cannot be read, and trains from random weights if it
@@ -80,43 +88,27 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Communication: see ``find_together()`` and ``rename_and_compare()``.
     """
-
-    def _load_base_checkpoint(
-        load_dir: str | None,
-        args: Any,
-        rank0: bool = False,
-        sharded_state_dict: dict[str, Any] | None = None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Find a checkpoint, and load it or, with ``rank0``, the arguments of its run."""
-        load = functools.partial(
-            original, load_dir, args, rank0, sharded_state_dict, *rest, **kwargs
-        )
-        # Upstream checks the formats of other strategies.
-        if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
-            return load()
-        # load_checkpoint calls this first with rank0, for the arguments of the saved run.
-        checkpoint = find_together(
-            lambda: _locate(Path(load_dir), args.ckpt_step), checks_files=rank0
-        )
-        # Upstream can load a GPT's layers into a hybrid model, and translates the names later.
-        is_translated = kwargs.get("gpt_compat_layer_maps") is not None
-        if sharded_state_dict is None or checkpoint is None or is_translated:
-            return load()
-        comparison = Comparison(
-            checkpoint,
-            ("model", "optimizer") if args.strict_fsdp_dtensor_load else (),
-            f"Load {checkpoint.folder} with the model, the pipeline stages and the optimizer that "
-            "saved it. If only the optimizer differs, or its state is missing, --no-load-optim or "
-            f"--finetune loads the weights and starts momentum at zero. {_NOTHING_LOADED}",
-        )
-        result = load_compared(load, sharded_state_dict, comparison)
-        if args.log_interval == 1:
-            log_single_rank(logger, logging.INFO, _MEAN_OF_TWO, checkpoint.folder)
-        return result
-
-    return _load_base_checkpoint
+    load = functools.partial(original, load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
+    # Upstream checks the formats of other strategies.
+    if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
+        return load()
+    # load_checkpoint calls this first with rank0, for the arguments of the saved run.
+    checkpoint = find_together(lambda: _locate(Path(load_dir), args.ckpt_step), checks_files=rank0)
+    # Upstream can load a GPT's layers into a hybrid model, and translates the names later.
+    is_translated = kwargs.get("gpt_compat_layer_maps") is not None
+    if sharded_state_dict is None or checkpoint is None or is_translated:
+        return load()
+    comparison = Comparison(
+        checkpoint,
+        ("model", "optimizer") if args.strict_fsdp_dtensor_load else (),
+        f"Load {checkpoint.folder} with the model, the pipeline stages and the optimizer that "
+        "saved it. If only the optimizer differs, or its state is missing, --no-load-optim or "
+        f"--finetune loads the weights and starts momentum at zero. {_NOTHING_LOADED}",
+    )
+    result = load_compared(load, sharded_state_dict, comparison)
+    if args.log_interval == 1:
+        log_single_rank(logger, logging.INFO, _MEAN_OF_TWO, checkpoint.folder)
+    return result
 
 
 def find_together(
@@ -223,46 +215,41 @@ def _locate(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
     return read_checkpoint(find_checkpoint(folder, iteration or None))
 
 
-def rename_and_compare(original: Callable[..., Any]) -> Callable[..., Any]:
+def rename_and_compare(
+    original: Any, args: Any, raw_state_dict: dict[str, Any], model: Any
+) -> dict[str, Any]:
     """Wrap ``preprocess_fsdp_dtensor_state_dict``: its result is loaded or saved next.
 
     Communication: for a load one all-reduce of an int32 over all ranks, and ``find_differences()``.
     """
-
-    def preprocess_fsdp_dtensor_state_dict(
-        args: Any, raw_state_dict: dict[str, Any], model: Any
-    ) -> dict[str, Any]:
-        """Rename the state to the keys of the checkpoint, and compare it with the checkpoint."""
-        comparison = raw_state_dict.pop(_COMPARISON, None)
-        weights = raw_state_dict["model"]
-        if is_v2(model):
-            # As in checkpoints of v1, with a wrapper of two modules.
-            weights = {f"module.{key}": value for key, value in weights.items()}
-        weights = rename_layers(model, weights)
-        state_dict = original(args, {**raw_state_dict, "model": weights}, model)
-        if comparison is None:
-            return state_dict
-        shapes = {
-            key: tuple(value.shape)
-            for part in ("model", "optimizer")
-            for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
-            if isinstance(value, torch.Tensor)
-        }
-        problems = find_differences(comparison.checkpoint, shapes)
-        is_strict = [text.startswith(comparison.strict_parts) for text in problems]
-        # Collective on all ranks or on none: the parts are the same everywhere.
-        if comparison.strict_parts:
-            raise_where_any_rank_fails(
-                list(itertools.compress(problems, is_strict)),
-                None,
-                current_device(),
-                comparison.advice,
-            )
-        if problems:
-            logger.warning("Not loaded, and as they were before: %s", "; ".join(problems))
+    comparison = raw_state_dict.pop(_COMPARISON, None)
+    weights = raw_state_dict["model"]
+    if is_v2(model):
+        # As in checkpoints of v1, with a wrapper of two modules.
+        weights = {f"module.{key}": value for key, value in weights.items()}
+    weights = rename_layers(model, weights)
+    state_dict = original(args, {**raw_state_dict, "model": weights}, model)
+    if comparison is None:
         return state_dict
-
-    return preprocess_fsdp_dtensor_state_dict
+    shapes = {
+        key: tuple(value.shape)
+        for part in ("model", "optimizer")
+        for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    problems = find_differences(comparison.checkpoint, shapes)
+    is_strict = [text.startswith(comparison.strict_parts) for text in problems]
+    # Collective on all ranks or on none: the parts are the same everywhere.
+    if comparison.strict_parts:
+        raise_where_any_rank_fails(
+            list(itertools.compress(problems, is_strict)),
+            None,
+            current_device(),
+            comparison.advice,
+        )
+    if problems:
+        logger.warning("Not loaded, and as they were before: %s", "; ".join(problems))
+    return state_dict
 
 
 def find_differences(
@@ -297,12 +284,8 @@ def find_differences(
     )
 
 
-def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+def find_pretrained(original: Any, args: Any, load_arg: str = "load") -> Any:
     """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
-
-    def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> Any:
-        if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
-            load_arg = "pretrained_checkpoint"
-        return original(args, load_arg)
-
-    return get_load_checkpoint_path_by_args
+    if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
+        load_arg = "pretrained_checkpoint"
+    return original(args, load_arg)

@@ -6,8 +6,6 @@ Without them Muon's state cannot be saved if layers are gated (SwiGLU), nor any 
 fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
 """
 
-import functools
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +28,12 @@ from megatron_muon.runtime.tensors import as_shard
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
 
-def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def split_every_state(
+    original: Any,
+    model: Any,
+    model_state_dict: dict[str, Any],
+    optimizer_state_dict: dict[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Wrap a handler that splits weights and Adam's states, so that it splits all states.
 
     ``handle_swiglu_in_state_dict`` splits a gated ``linear_fc1`` into its halves ``_w`` and ``_v``,
@@ -43,35 +46,29 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     Communication: as the original: one collective or more per split tensor, in the order of
         names, the same on all ranks.
     """
-
-    def split_in_state_dict(
-        model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        located = _LocatedParameters(model)
-        weights, _ = original(located, model_state_dict, None)
-        if optimizer_state_dict is None:
-            return weights, None
-        split_names = {bare_name(name) for name in model_state_dict.keys() - weights.keys()}
-        num_experts = get_model_config(model).num_moe_experts
-        whole = optimizer_state_dict["state"]
-        local_names = {expert_param_local_key(name, num_experts): name for name in whole}
-        split: dict[str, dict[str, Any]] = {}
-        # Sorted: Adam's state is in the order of its creation, and empty shards change that order.
-        for local, name in sorted(local_names.items()):
-            states = whole[name]
-            if bare_name(local) not in split_names:
-                split[name] = states
-                continue
-            kinds = sorted(k for k, value in states.items() if isinstance(value, DTensor))
-            others = {kind: value for kind, value in states.items() if kind not in kinds}
-            # The original splits one tensor per name, so it is called once per kind of state.
-            for kind in kinds:
-                located.state = states[kind]
-                for part, tensor in original(located, {local: states[kind]}, None)[0].items():
-                    split.setdefault(part.replace(local, name), dict(others))[kind] = tensor
-        return weights, {**optimizer_state_dict, "state": split}
-
-    return split_in_state_dict
+    located = _LocatedParameters(model)
+    weights, _ = original(located, model_state_dict, None)
+    if optimizer_state_dict is None:
+        return weights, None
+    split_names = {bare_name(name) for name in model_state_dict.keys() - weights.keys()}
+    num_experts = get_model_config(model).num_moe_experts
+    whole = optimizer_state_dict["state"]
+    local_names = {expert_param_local_key(name, num_experts): name for name in whole}
+    split: dict[str, dict[str, Any]] = {}
+    # Sorted: Adam's state is in the order of its creation, and empty shards change that order.
+    for local, name in sorted(local_names.items()):
+        states = whole[name]
+        if bare_name(local) not in split_names:
+            split[name] = states
+            continue
+        kinds = sorted(k for k, value in states.items() if isinstance(value, DTensor))
+        others = {kind: value for kind, value in states.items() if kind not in kinds}
+        # The original splits one tensor per name, so it is called once per kind of state.
+        for kind in kinds:
+            located.state = states[kind]
+            for part, tensor in original(located, {local: states[kind]}, None)[0].items():
+                split.setdefault(part.replace(local, name), dict(others))[kind] = tensor
+    return weights, {**optimizer_state_dict, "state": split}
 
 
 class _LocatedParameters:
@@ -89,10 +86,10 @@ class _LocatedParameters:
         # Upstream passes the wrapper or the module inside.
         self._model = sharded_module(model) if is_wrapped(model) else model
         # Names as in checkpoints, across pipeline stages.
-        self._layer_names = names = layer_names(self._model)
-        self._parameters = {
-            names(name): param for name, param in sharded_parameters(self._model).items()
-        }
+        names = layer_names(self._model)
+        parameters = sharded_parameters(self._model)
+        self._parameters = {names(name): param for name, param in parameters.items()}
+        self._modules = [(names(name), module) for name, module in self._model.named_modules()]
         if buffers := getattr(self._model, "param_and_grad_buffer", None):
             strategy = buffers.ddp_config.data_parallel_sharding_strategy
             setattr(buffers.dist_index, _IS_REPLICATED, strategy == "no_shard")
@@ -100,13 +97,9 @@ class _LocatedParameters:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the modules of the model; the original asks for them in every call."""
-        yield from self._modules
-
-    @functools.cached_property
-    def _modules(self) -> list[tuple[str, torch.nn.Module]]:
-        return [(self._layer_names(n), module) for n, module in self._model.named_modules()]
+    def named_modules(self) -> list[tuple[str, torch.nn.Module]]:
+        """Return the modules of the model; the original asks for them in every call."""
+        return self._modules
 
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, with or without the prefixes of wrappers."""
@@ -127,7 +120,7 @@ class _MeshOfV2:
     tp_dim = None
 
     def __init__(self, param: DTensor) -> None:
-        self._mesh, self._placements = param.device_mesh, param.placements
+        self._param = param
 
     def get_submesh(self, *_: Any, **__: Any) -> Any:
         """Return a tensor-parallel mesh of one rank: the parameter is sharded by v2 alone."""
@@ -135,27 +128,21 @@ class _MeshOfV2:
 
     def dtensor(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
         """Return the shard of a slice of the parameter, with unchanged placements."""
-        return as_shard(local, self._mesh, self._placements, shape)
+        return as_shard(local, self._param.device_mesh, self._param.placements, shape)
 
 
-def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_replicas_whole(
+    original: Any, local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
+) -> DTensor:
     """Wrap ``make_fsdp_dtensor`` of checkpoints: it assumes that all tensors are sharded."""
-
-    def make_fsdp_dtensor(
-        local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
-    ) -> DTensor:
-        """Make a DTensor that is replicated if the parameter is, or sharded as v2 did."""
-        if isinstance(dist_index, _MeshOfV2):
-            return dist_index.dtensor(local_tensor, param.shape)
-        if getattr(dist_index, _IS_REPLICATED, False):
-            kwargs["is_sharded_param"] = False
-        return make(local_tensor, param, dist_index=dist_index, **kwargs)
-
-    make = check_within_stage(original)
-    return make_fsdp_dtensor
+    if isinstance(dist_index, _MeshOfV2):
+        return dist_index.dtensor(local_tensor, param.shape)
+    if getattr(dist_index, _IS_REPLICATED, False):
+        kwargs["is_sharded_param"] = False
+    return check_within_stage(original, local_tensor, param, dist_index, **kwargs)
 
 
-def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def complete_adam_state(original: Any, self: Any, is_loading: bool = False) -> dict[str, Any]:
     """Wrap ``DistributedOptimizer.sharded_param_state_fsdp_dtensor`` for all variants of Adam.
 
     Upstream's optimizer has no state for empty shards, so ranks save different sets of tensors, and
@@ -164,12 +151,8 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Communication: see ``agree_on_step()``.
     """
-
-    def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
-        if "Adam" not in type(self.optimizer).__name__:
-            return original(self, is_loading)
-        initialize_state(self)
-        agree_on_step(self)
-        return original(self, False)
-
-    return sharded_param_state_fsdp_dtensor
+    if "Adam" not in type(self.optimizer).__name__:
+        return original(self, is_loading)
+    initialize_state(self)
+    agree_on_step(self)
+    return original(self, False)

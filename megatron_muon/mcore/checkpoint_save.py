@@ -4,7 +4,7 @@
 
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,36 +64,28 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
 WRITER = Patch(
     "torch.distributed.checkpoint:FileSystemWriter",
     "checkpoints: while one is saved, files of an earlier one are not overwritten",
-    lambda original: ReplacingFileSystemWriter,
+    lambda original, path, *args, **kwargs: ReplacingFileSystemWriter(path, *args, **kwargs),
     applies_to="call",
 )
 
 
-def replace_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def replace_in_one_step(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a function that makes a writer, which overwrites the files of an earlier save.
 
     An iteration may be saved again: after a rewind, or at the end of a run that was already
     complete. An interruption would then leave a mixture of two saves.
     """
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        with replaced(WRITER):
-            return original(*args, **kwargs)
-
-    return save
+    with replaced(WRITER):
+        return original(*args, **kwargs)
 
 
-def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def write_tracker_in_one_step(original: Any, self: Any, name: str) -> Any:
     """Wrap the lookup of ``maybe_msc.open``: Megatron writes its tracker by it.
 
     An interruption between opening and writing would leave an empty tracker.
     """
-
-    def __getattr__(self: Any, name: str) -> Any:
-        attribute = original(self, name)
-        return _open if attribute is open else attribute
-
-    return __getattr__
+    attribute = original(self, name)
+    return _open if attribute is open else attribute
 
 
 def _open(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:

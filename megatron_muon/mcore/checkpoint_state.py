@@ -13,18 +13,14 @@ counts from 0. Upstream's ``DistributedOptimizer`` writes the same layout, so it
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-    update_uneven_dtensor_chunk_metadata,
-)
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
 from megatron.core.utils import get_model_config, log_single_rank
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
@@ -80,37 +76,14 @@ def names_in_checkpoints(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]
     }
 
 
-def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+def name_across_stages(original: Any, self: Any, param: torch.Tensor) -> str:
     """Wrap ``DistributedOptimizer._param_name``: it counts layers by stage and chunk.
 
     Several chunks with layers are an error upstream, and states of two stages have one name.
     """
-
-    def _param_name(self: Any, param: torch.Tensor) -> str:
-        if not hasattr(self, "param_to_name"):
-            self.param_to_name = names_in_checkpoints(self.model_chunks)
-        return original(self, param)
-
-    return _param_name
-
-
-def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
-    """Return the DTensors with recorded rows, by parameter.
-
-    Communication: v2 records none, so that per parameter the shapes of shards are gathered as
-        objects over the axes of its mesh.
-    """
-    weights: dict[torch.Tensor, DTensor] = {}
-    for chunk in model_chunks:
-        if is_v2(chunk):
-            for param in chunk.parameters():
-                update_uneven_dtensor_chunk_metadata(param)
-                weights[param] = param
-        else:
-            main = chunk.param_and_grad_buffer.dist_main_weight
-            named = chunk.param_and_grad_buffer.optimizer_named_parameters
-            weights |= {param: main[name] for name, param in named}
-    return weights
+    if not hasattr(self, "param_to_name"):
+        self.param_to_name = names_in_checkpoints(self.model_chunks)
+    return original(self, param)
 
 
 def initialize_state(child: MegatronOptimizer) -> None:
@@ -131,31 +104,6 @@ def initialize_state(child: MegatronOptimizer) -> None:
             group.setdefault("step", 0)
 
 
-def record_offsets(child: MegatronOptimizer, main_weights: Mapping[torch.Tensor, DTensor]) -> None:
-    """Record for ``torch.distributed.checkpoint`` that states hold the rows of their weight.
-
-    Without a record torch silently assumes even shards for any DTensor.
-
-    Args:
-        child: Optimizer with complete state.
-        main_weights: DTensors with rows recorded by Megatron-FSDP, by parameter.
-
-    Communication: for every state with another shape than its parameter, on all ranks, an
-        all-gather of shapes as objects per sharded axis.
-    """
-    for param, states in child.optimizer.state.items():
-        recorded = main_weights[param]._local_tensor
-        for value in states.values():
-            if not isinstance(value, DTensor) or not hasattr(recorded, "__create_chunk_list__"):
-                continue
-            if value.shape != param.shape:
-                # It has the same rows, but other columns.
-                update_uneven_dtensor_chunk_metadata(value)
-                continue
-            for name in ("__create_chunk_list__", "__create_write_items__"):
-                setattr(value._local_tensor, name, getattr(recorded, name))
-
-
 def agree_on_step(child: MegatronOptimizer) -> None:
     """Set the step counters of empty shards, which Adam skips, to the value of other ranks.
 
@@ -166,77 +114,125 @@ def agree_on_step(child: MegatronOptimizer) -> None:
 
     Communication: one all-reduce of a float64 over all ranks.
     """
-    counted = [states for states in child.optimizer.state.values() if "step" in states]
-    highest = max((float(states["step"]) for states in counted), default=0.0)
+    steps = [states.get("step") for states in child.optimizer.state.values()]
+    counters = [step for step in steps if isinstance(step, torch.Tensor)]
+    highest = max(map(float, counters), default=0.0)
     agreed = torch.tensor(highest, dtype=torch.float64, device=current_device())
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    for states in counted:
-        if isinstance(states["step"], torch.Tensor):
-            states["step"].fill_(agreed.item())
-        else:
-            states["step"] = int(agreed.item())
+    for step in counters:
+        step.fill_(agreed.item())
 
 
-def pack(
-    children: Sequence[MegatronOptimizer], names: Mapping[torch.Tensor, str]
-) -> dict[str, dict[str, Any]]:
-    """Return the state and settings of all parameters by name.
+class OptimizerState:
+    """State and settings of the optimizers of a model by parameter name.
+
+    All state exists, for every parameter on every rank, once this is constructed: ranks that hold
+    different sets of state hang a save.
 
     Args:
-        children: Optimizers with complete state.
-        names: Names of the parameters in checkpoints.
+        children: Optimizers.
+        model_chunks: The model, which still holds its DTensor parameters.
 
-    Returns:
-        ``state`` and ``param_to_group_meta``; tensors are shared with the optimizers,
-        dictionaries are copies.
+    Attributes:
+        names: Names of parameters in checkpoints.
     """
-    state, settings = {}, {}
-    for child in children:
-        for group in child.optimizer.param_groups:
-            for param in group["params"]:
-                state[names[param]] = dict(child.optimizer.state[param])
-                settings[names[param]] = {k: v for k, v in group.items() if k != "params"}
-    return {"state": state, "param_to_group_meta": settings}
 
+    def __init__(self, children: Sequence[MegatronOptimizer], model_chunks: Sequence[Any]) -> None:
+        self._children, self.names = children, names_in_checkpoints(model_chunks)
+        for child in children:
+            initialize_state(child)
 
-def raise_where_state_does_not_fit(
-    children: Sequence[MegatronOptimizer],
-    names: Mapping[torch.Tensor, str],
-    state_dict: Mapping[str, Any],
-) -> None:
-    """Check on all ranks together that a state dict has the layout of ``pack()`` on this rank.
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], Any]]:
+        """Yield state, group and parameter."""
+        for child in self._children:
+            for group in child.optimizer.param_groups:
+                for param in group["params"]:
+                    yield child.optimizer.state[param], group, param
 
-    Args:
-        children: Optimizers with complete state.
-        names: Names of the parameters in checkpoints.
-        state_dict: ``state`` and ``param_to_group_meta``.
+    def pack(self) -> dict[str, dict[str, Any]]:
+        """Return ``state`` and ``param_to_group_meta``.
 
-    Raises:
-        RuntimeError: On all ranks, naming rank and key, if a parameter or one of its states is
-            missing, unknown, or has another shape on any of them.
+        Tensors are shared with the optimizers, dictionaries are copies.
 
-    Communication: one all-reduce of a single int32 over all ranks of the job.
-    """
-    # Before anything is copied: training would silently continue from half a loaded state.
-    expected, states = pack(children, names)["state"], state_dict.get("state", {})
-    layouts = [
-        {
-            f"state.{name}.{kind}": _describe(value)
-            for name in expected
-            for kind, value in by_name.get(name, {}).items()
-        }
-        for by_name in (expected, states)
-    ]
-    lacking = expected.keys() - state_dict.get("param_to_group_meta", {}).keys()
-    problems = describe_differences(*layouts)
-    problems += [f"param_to_group_meta.{n}: expected group settings, got nothing" for n in lacking]
-    raise_where_any_rank_fails(
-        problems,
-        None,
-        current_device(),
-        "Load the state of the same optimizer and model, resharded by torch.distributed.checkpoint "
-        "if the ranks differ. Nothing was loaded.",
-    )
+        Communication: see ``agree_on_step()``, for every optimizer.
+        """
+        for child in self._children:
+            agree_on_step(child)
+        state, settings = {}, {}
+        for states, group, param in self._parameters():
+            state[self.names[param]] = dict(states)
+            settings[self.names[param]] = {k: v for k, v in group.items() if k != "params"}
+        return {"state": state, "param_to_group_meta": settings}
+
+    @torch.no_grad()
+    def unpack(self, state_dict: Mapping[str, Any], *, loads_schedule: bool) -> None:
+        """Fill the optimizers from a state dict with the layout of ``pack()`` on this rank.
+
+        Tensors are copied into the existing ones, unless they are the same: the tensors of
+        ``pack()``, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
+        change in training are loaded. The others come from the flags of this run; a warning names
+        differences.
+
+        Args:
+            state_dict: ``state`` and ``param_to_group_meta``; not changed.
+            loads_schedule: Whether ``max_lr`` and ``min_lr`` are loaded, too.
+
+        Raises:
+            RuntimeError: On all ranks, naming rank and key, if a parameter or one of its states is
+                missing, unknown, or has another shape on any of them. Nothing was loaded.
+
+        Communication: one all-reduce of a single int32 over all ranks of the job.
+        """
+        self._raise_where_it_does_not_fit(state_dict)
+        loaded = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if loads_schedule else ()))
+        overridden: dict[str, str] = {}
+        for states, group, param in self._parameters():
+            name = self.names[param]
+            for key, value in state_dict["state"][name].items():
+                if not isinstance(value, torch.Tensor):
+                    states[key] = value
+                elif value is not states[key]:
+                    local_tensor(states[key]).copy_(local_tensor(value))
+            stored = state_dict["param_to_group_meta"][name]
+            # A group has one value: its first parameter's.
+            if param is group["params"][0]:
+                group.update({key: stored[key] for key in loaded if key in stored})
+            for key, value in stored.items():
+                if group.get(key, value) != value:
+                    overridden[key] = f"{key} {group[key]} (checkpoint: {value}, for {name})"
+        if overridden:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                "optimizer settings of this run differ from the checkpoint's and hold: %s",
+                "; ".join(overridden.values()),
+            )
+
+    def _raise_where_it_does_not_fit(self, state_dict: Mapping[str, Any]) -> None:
+        # Before anything is copied: training would silently continue from half a loaded state.
+        expected = {self.names[param]: states for states, _, param in self._parameters()}
+        layouts = [
+            {
+                f"state.{name}.{kind}": _describe(value)
+                for name in expected
+                for kind, value in by_name.get(name, {}).items()
+            }
+            for by_name in (expected, state_dict.get("state", {}))
+        ]
+        lacking = expected.keys() - state_dict.get("param_to_group_meta", {}).keys()
+        raise_where_any_rank_fails(
+            [
+                *describe_differences(*layouts),
+                *(
+                    f"param_to_group_meta.{n}: expected group settings, got nothing"
+                    for n in lacking
+                ),
+            ],
+            None,
+            current_device(),
+            "Load the state of the same optimizer and model, resharded by torch.distributed."
+            "checkpoint if the ranks differ. Nothing was loaded.",
+        )
 
 
 def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
@@ -254,57 +250,7 @@ def describe_differences(expected: Mapping[str, object], actual: Mapping[str, ob
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, DTensor):
-        shape, rows = tuple(value.shape), tuple(value._local_tensor.shape)
-        return f"DTensor of shape {shape}, here {rows}"
-    if isinstance(value, torch.Tensor):
-        return f"tensor of shape {tuple(value.shape)}"
-    return type(value).__name__
-
-
-@torch.no_grad()
-def unpack(
-    children: Sequence[MegatronOptimizer],
-    names: Mapping[torch.Tensor, str],
-    state_dict: Mapping[str, Any],
-    *,
-    loads_schedule: bool,
-) -> None:
-    """Fill the optimizers from a state dict that passed ``raise_where_state_does_not_fit()``.
-
-    Tensors are copied into the existing ones, unless they are the same: the tensors of
-    ``pack()``, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
-    change in training are loaded. The others come from the flags of this run; a warning names
-    differences.
-
-    Args:
-        children: Optimizers with complete state.
-        names: Names of the parameters in checkpoints.
-        state_dict: ``state`` and ``param_to_group_meta``; not changed.
-        loads_schedule: Whether ``max_lr`` and ``min_lr`` are loaded, too.
-    """
-    loaded = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if loads_schedule else ()))
-    overridden: dict[str, str] = {}
-    for child in children:
-        for param, states in child.optimizer.state.items():
-            for key, value in state_dict["state"][names[param]].items():
-                if not isinstance(value, torch.Tensor):
-                    states[key] = value
-                elif value is not states[key]:
-                    local_tensor(states[key]).copy_(local_tensor(value))
-        for group in child.optimizer.param_groups:
-            for name in (names[param] for param in group["params"]):
-                stored = state_dict["param_to_group_meta"][name]
-                # A group has one value: its first parameter's.
-                if name == names[group["params"][0]]:
-                    group.update({key: stored[key] for key in loaded if key in stored})
-                for key, value in stored.items():
-                    if group.get(key, value) != value:
-                        overridden[key] = f"{key} {group[key]} (checkpoint: {value}, for {name})"
-    if overridden:
-        log_single_rank(
-            logger,
-            logging.WARNING,
-            "optimizer settings of this run differ from the checkpoint's and hold: %s",
-            "; ".join(overridden.values()),
-        )
+    kind = type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return kind
+    return f"{kind} of shape {tuple(value.shape)}, here {tuple(local_tensor(value).shape)}"

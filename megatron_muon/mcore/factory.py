@@ -5,7 +5,8 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from megatron_muon.mcore.fsdp_model import (
     copy_parameter_attributes,
     current_device,
     grad_stats_group,
-    is_megatron_fsdp,
     is_v2,
+    is_wrapped,
     named_optimizer_parameters,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
@@ -114,10 +115,17 @@ def build_megatron_fsdp_emerging_optimizer(
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
         name = group.get("optimizer", config.optimizer)
         param_groups[name, group["is_expert_parallel"]].append(group)
-    children = _ChildBuilder(config, options, list(model_chunks), pg_collection)
-    if config.optimizer != "lion":
-        problems = children.find_tensor_shards(fqns, param_groups)
-        raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
+    tensor_shards, problems = {}, environment_problems()
+    # Lion has no matrices.
+    for param, fqn in fqns.items() if config.optimizer != "lion" else ():
+        # Ranks have different parameters.
+        try:
+            if param.dim() == 2:
+                tensor_shards[param] = tensor_shard_of(PlannedParameter(fqn, param, param))
+        except ValueError as error:
+            problems.append(f"{fqn}: {error}")
+    raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
+    children = _ChildBuilder(config, options, list(model_chunks), pg_collection, tensor_shards)
     _log_routing(config, param_groups)
     return FSDPMuonChainedOptimizer(
         [children.build(*key, groups) for key, groups in param_groups.items()],
@@ -128,17 +136,13 @@ def build_megatron_fsdp_emerging_optimizer(
     )
 
 
-def choose_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+def choose_builder(
+    original: Any, config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
-
-    def _get_megatron_emerging_optimizer(
-        config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        is_ours = is_megatron_fsdp(model_chunks)
-        build = build_megatron_fsdp_emerging_optimizer if is_ours else original
-        return build(config, model_chunks, *args, **kwargs)
-
-    return _get_megatron_emerging_optimizer
+    is_ours = any(is_wrapped(chunk) or is_v2(chunk) for chunk in model_chunks)
+    build = build_megatron_fsdp_emerging_optimizer if is_ours else original
+    return build(config, model_chunks, *args, **kwargs)
 
 
 def _tag_parameters(
@@ -157,37 +161,15 @@ def _tag_parameters(
         tag_blocks(chunk, splits, lambda param: tensor_shard_shape(param)[0])
 
 
+@dataclass
 class _ChildBuilder:
     """Builds the optimizers of a chain."""
 
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        options: MuonOptions,
-        model_chunks: list[FSDPModel],
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        self._config, self._options = config, options
-        self._model_chunks, self._groups = model_chunks, pg_collection
-        self._is_v2 = is_v2(model_chunks[0])
-        self._tensor_shards: dict[torch.Tensor, PlannedParameter] = {}
-
-    def find_tensor_shards(
-        self, fqns: dict[FSDPParameter, str], param_groups: Mapping[tuple[str, bool], Any]
-    ) -> list[str]:
-        """Find the row sharding of Muon's parameters, and list errors, a sentence each."""
-        problems = environment_problems()
-        for (name, _), groups in param_groups.items():
-            for param in [p for group in groups for p in group["params"]]:
-                if name != self._config.optimizer:
-                    continue
-                planned = PlannedParameter(fqns[param], param, param)
-                try:
-                    self._tensor_shards[param] = tensor_shard_of(planned)
-                # Ranks have different parameters.
-                except ValueError as error:
-                    problems.append(f"{planned.name}: {error}")
-        return problems
+    config: OptimizerConfig
+    options: MuonOptions
+    model_chunks: list[FSDPModel]
+    groups: ProcessGroupCollection
+    tensor_shards: dict[torch.Tensor, PlannedParameter]
 
     def build(
         self, name: str, is_expert: bool, param_groups: list[dict[str, Any]]
@@ -195,34 +177,34 @@ class _ChildBuilder:
         """Build the optimizer of one name, for experts or for dense parameters."""
         if name == "lion":
             child = self._wrapped(self._lion(param_groups))
-        elif name == self._config.optimizer:
+        elif name == self.config.optimizer:
             child = self._wrapped(self._muon(param_groups))
         else:
             child = self._scalar(name, param_groups)
         child.grad_stats_parallel_group = grad_stats_group(
-            self._model_chunks[0], self._groups, is_expert=is_expert
+            self.model_chunks[0], self.groups, is_expert=is_expert
         )
         return child
 
     def _muon(self, param_groups: list[dict[str, Any]]) -> FSDPZeROTensorParallelMuon:
-        config = self._config
+        config = self.config
         to_kwargs = _EMERGING_OPTIMIZERS[config.optimizer].config_to_kwargs
-        kwargs = to_kwargs(config, self._model_chunks, self._groups)
+        kwargs = to_kwargs(config, self.model_chunks, self.groups)
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
         kwargs["split_qkv"] = True
         return FSDPZeROTensorParallelMuon(
             param_groups,
-            tensor_shards=self._tensor_shards,
+            tensor_shards=self.tensor_shards,
             device=current_device(),
-            momentum_dtype=self._options.momentum_dtype,
-            offload_momentum=self._options.muon_fsdp_offload_momentum,
+            momentum_dtype=self.options.momentum_dtype,
+            offload_momentum=self.options.muon_fsdp_offload_momentum,
             **kwargs,
         )
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
-        config = self._config
+        config = self.config
         # As upstream: --lion-beta1 and --lion-beta2 belong to Lion beside another optimizer.
         prefix = "adam" if config.optimizer == "lion" else "lion"
         betas = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
@@ -231,34 +213,34 @@ class _ChildBuilder:
     def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> MegatronOptimizer:
         # The same for all optimizers of emerging-optimizers: it calls _init_group.
         init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
-        arguments = (inner, self._config, None, init_state, self._model_chunks)
+        arguments = (inner, self.config, None, init_state, self.model_chunks)
         child: MegatronOptimizer
-        if self._is_v2:
+        if is_v2(self.model_chunks[0]):
             # Releases lack it.
             from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 
             child = FullyShardedOptimizer(*arguments)
         else:
             child = DistributedOptimizer(*arguments, **_NOT_READ)
-        child.tp_group = self._groups.tp
-        child.expert_tp_group = self._groups.expt_tp or self._groups.tp
+        child.tp_group = self.groups.tp
+        child.expert_tp_group = self.groups.expt_tp or self.groups.tp
         return child
 
     def _scalar(self, name: str, param_groups: list[dict[str, Any]]) -> MegatronOptimizer:
-        scalar_config = copy.copy(self._config)
+        scalar_config = copy.copy(self.config)
         scalar_config.optimizer = name
         # Only with it does Megatron wrap the optimizer as a DistributedOptimizer; v2 refuses it.
-        scalar_config.use_distributed_optimizer = not self._is_v2
+        scalar_config.use_distributed_optimizer = not is_v2(self.model_chunks[0])
         child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=scalar_config,
-            model_chunks=self._model_chunks,
+            model_chunks=self.model_chunks,
             param_groups=param_groups,
-            model_parallel_group=self._groups.mp,
-            pg_collection=self._groups,
+            model_parallel_group=self.groups.mp,
+            pg_collection=self.groups,
         )
         # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
-        child.config = self._config
-        if self._is_v2 and type(child.optimizer).__name__ == "FusedAdam":
+        child.config = self.config
+        if is_v2(self.model_chunks[0]) and type(child.optimizer).__name__ == "FusedAdam":
             # Transformer Engine's may skip updates of a group that ends in an empty shard. Source:
             # issue 3207 of NVIDIA/TransformerEngine.
             for group in child.optimizer.param_groups:
@@ -267,16 +249,14 @@ class _ChildBuilder:
 
 
 def _log_routing(config: OptimizerConfig, param_groups: Mapping[tuple[str, bool], Any]) -> None:
-    """Log on rank 0 how many parameters every optimizer was given, and why."""
-    parts = []
-    for (name, is_expert), groups in param_groups.items():
-        number = sum(len(group["params"]) for group in groups)
-        reason = (
-            "2-D weights" if name == config.optimizer else "not 2-D, or not for Muon by its rules"
-        )
-        parts.append(f"{name}: {number} {'expert' if is_expert else 'dense'} parameters ({reason})")
+    """Log on rank 0 how many parameters every optimizer was given."""
+    parts = [
+        f"{name} steps {sum(len(group['params']) for group in groups)} "
+        f"{'expert' if is_expert else 'dense'} parameters"
+        for (name, is_expert), groups in param_groups.items()
+    ]
     text = "%s under Megatron-FSDP, this rank's model-parallel part: %s"
-    log_single_rank(logger, logging.INFO, text, config.optimizer, "; ".join(parts))
+    log_single_rank(logger, logging.INFO, text, config.optimizer, ", ".join(parts))
     if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
         log_single_rank(
             logger,

@@ -6,6 +6,7 @@ Of v2 only placements and attributes are read. In Megatron-LM main of 2026-08-22
 has ZeRO-3 on one axis, with expert parallelism.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -30,11 +31,6 @@ def adapter_module(version: int) -> str:
     """Return the module with Megatron's wrapper of a version; later releases have two."""
     later = f"megatron.core.distributed.fsdp.mcore_adapter_v{version}"
     return later if find_spec(later) else "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
-
-
-def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether Megatron-FSDP shards a model, inside of Megatron's wrapper or not."""
-    return any(is_wrapped(chunk) or is_v2(chunk) for chunk in model_chunks)
 
 
 def is_wrapped(chunk: torch.nn.Module) -> bool:
@@ -92,16 +88,14 @@ def named_optimizer_parameters(
 ) -> Iterator[tuple[str, FSDPParameter]]:
     """Yield the trainable parameters of all chunks with names free of wrapper prefixes."""
     for chunk in model_chunks:
-        for name, param in chunk.named_parameters():
+        for name, param in sharded_parameters(sharded_module(chunk)).items():
             if param.requires_grad:
-                yield bare_name(name), param
+                yield name, param
 
 
 def bare_name(name: str) -> str:
     """Return the name of a parameter without the prefixes of wrappers around the model."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return re.sub(r"^(module\.)+", "", name)
 
 
 def current_device() -> torch.device:

@@ -20,9 +20,8 @@ strategy                            ``main_grad``                 gradients must
 """
 
 import functools
-import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,26 +39,24 @@ from megatron_muon.rows.megatron_fsdp import unsharded_of
 _OUTER_REDUCTIONS = "_megatron_muon_outer_reductions"
 
 
-def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_gradient_scaling_factor(
+    original: Any, dp_buffer: Any, inner_dp_group: Any, is_data_distributed: bool
+) -> Any:
     """Wrap ``_create_hfsdp_helper_buffer``, which drops the gradient scaling factor.
 
     Gradients are reduced through the helper buffer: without the factor of 1 / dp they are dp times
     too large. Over one inner rank, the helper of gradients must be a sharded buffer for the reason
     that ``scale_each_microbatch_once()`` gives.
     """
-
-    def _create_hfsdp_helper_buffer(
-        dp_buffer: Any, inner_dp_group: Any, is_data_distributed: bool
-    ) -> Any:
-        is_sharded = is_data_distributed or getattr(dp_buffer, IS_SHARDED, False)
-        helper = original(dp_buffer, inner_dp_group, is_sharded)
-        helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
-        return helper
-
-    return _create_hfsdp_helper_buffer
+    is_sharded = is_data_distributed or getattr(dp_buffer, IS_SHARDED, False)
+    helper = original(dp_buffer, inner_dp_group, is_sharded)
+    helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
+    return helper
 
 
-def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def scale_each_microbatch_once(
+    original: Any, self: Any, ddp_config: Any, params: Any, is_data_distributed: bool, **kwargs: Any
+) -> None:
     """Wrap ``DataParallelBuffer.__init__``, whose gradients over one rank are scaled repeatedly.
 
     If gradients are sharded, every microbatch is reduced and added to its shard. Over a group of
@@ -72,36 +69,25 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
 
     Source: NVIDIA/Megatron-LM issue 6660 and pull request 6773, which came after 0.19.2.
     """
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        values = bound.arguments
-        strategy = values["ddp_config"].data_parallel_sharding_strategy
-        if "gradient_scaling_factor" in values:
-            is_sharded = strategy in ("optim_grads", "optim_grads_params")
-            values["is_data_distributed"] = is_sharded or values["is_data_distributed"]
-            setattr(self, IS_SHARDED, is_sharded)
-        original(*bound.args, **bound.kwargs)
-
-    return __init__
+    if "gradient_scaling_factor" in kwargs:
+        strategy = ddp_config.data_parallel_sharding_strategy
+        setattr(self, IS_SHARDED, strategy in ("optim_grads", "optim_grads_params"))
+        is_data_distributed = is_data_distributed or getattr(self, IS_SHARDED)
+    original(self, ddp_config, params, is_data_distributed=is_data_distributed, **kwargs)
 
 
-def count_outer_reductions(original: Callable[..., Any]) -> Callable[..., Any]:
+def count_outer_reductions(
+    original: Any, self: Any, bucket_group: list[int], *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``GradReducePipeline._bucket_group_gradient_reduce`` to count reductions of HSDP.
 
     Gradients are reduced over the outer ranks only in the backward pass of a microbatch that
     ``config.no_sync_func`` marks as the last one. If none is marked, replicas drift; if two are,
     gradients are summed twice. Upstream notices neither.
     """
-
-    def _bucket_group_gradient_reduce(
-        self: Any, bucket_group: list[int], *args: Any, **kwargs: Any
-    ) -> Any:
-        if kwargs.get("outer_fsdp_group_grad_reduce"):
-            vars(self).setdefault(_OUTER_REDUCTIONS, Counter()).update(bucket_group)
-        return original(self, bucket_group, *args, **kwargs)
-
-    return _bucket_group_gradient_reduce
+    if kwargs.get("outer_fsdp_group_grad_reduce"):
+        vars(self).setdefault(_OUTER_REDUCTIONS, Counter()).update(bucket_group)
+    return original(self, bucket_group, *args, **kwargs)
 
 
 def take_outer_reductions(chunk: Any) -> set[int]:
@@ -113,32 +99,29 @@ def take_outer_reductions(chunk: Any) -> set[int]:
     }
 
 
-def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_grad_norm_over_instances(
+    original: Any, config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``_get_megatron_optimizer_based_on_param_groups``: the norm covers all shards.
 
     Upstream reduces it over one optimizer instance, which under HFSDP holds only some of the
     shards: instances have different norms and clip differently. v2 reduces the norm over the
     data-parallel ranks of one pipeline stage, and so stages differ.
     """
-
-    def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
-        optimizer = original(*args, **kwargs)
-        chunk = (kwargs["model_chunks"] if "model_chunks" in kwargs else args[1])[0]
-        if not getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
-            return optimizer
-        is_v2 = fsdp_model.is_v2(chunk)
-        # Pull request 6489: each rank's part is divided by the number of its copies, and the sum
-        # covers all ranks.
-        is_complete = is_v2 and "get_grad_norm" in vars(type(optimizer))
-        if not is_complete and (is_v2 or is_sharded_over_instances(chunk)):
-            groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-            optimizer.grad_stats_parallel_group = grad_stats_group(chunk, groups, is_expert=False)
+    optimizer, chunk = original(config, model_chunks, *args, **kwargs), model_chunks[0]
+    if not getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
         return optimizer
+    is_v2 = fsdp_model.is_v2(chunk)
+    # Pull request 6489: each rank's part is divided by the number of its copies, and the sum
+    # covers all ranks.
+    is_complete = is_v2 and "get_grad_norm" in vars(type(optimizer))
+    if not is_complete and (is_v2 or is_sharded_over_instances(chunk)):
+        groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+        optimizer.grad_stats_parallel_group = grad_stats_group(chunk, groups, is_expert=False)
+    return optimizer
 
-    return _get_megatron_optimizer_based_on_param_groups
 
-
-def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
+def count_shards_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap ``FullyShardedOptimizer.__init__``: gradients of v2 are counted once in norm and zeros.
 
     Upstream sums norm and count over the mesh of DTensors, and then over the data-parallel ranks,
@@ -146,18 +129,14 @@ def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
     parallelism it asserts that there is one mesh. Gradients of v1 are counted as local shards, by a
     mark on their parameters.
     """
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for param in self.get_parameters():
-            # One copy of a tied embedding is not counted.
-            copy_optimizer_param_metadata(param, unsharded_of(param))
-            fsdp_model.mark(param)
-
-    return __init__
+    original(self, *args, **kwargs)
+    for param in self.get_parameters():
+        # One copy of a tied embedding is not counted.
+        copy_optimizer_param_metadata(param, unsharded_of(param))
+        fsdp_model.mark(param)
 
 
-def complete_backward_passes(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def complete_backward_passes(original: Any, self: Any) -> None:
     """Wrap ``FsdpContext.register_post_backward_final_callback`` to name unused parameters.
 
     v2 reduces the gradients of a module once all its parameters have one. If one never gets one,
@@ -167,17 +146,13 @@ def complete_backward_passes(original: Callable[[Any], None]) -> Callable[[Any],
     v2 counts gradients from zero after a forward pass alone. Of two backward passes in a row, as at
     the end of a schedule with pipeline stages, the second one reduced nothing.
     """
-
-    def register_post_backward_final_callback(self: Any) -> None:
-        # The root, which calls this, is the first module of a backward pass.
-        for module in self.forward_order:
-            module._num_ready_grad_parameters = 0
-        torch.autograd.Variable._execution_engine.queue_callback(
-            functools.partial(_raise_where_missing, self)
-        )
-        original(self)
-
-    return register_post_backward_final_callback
+    # The root, which calls this, is the first module of a backward pass.
+    for module in self.forward_order:
+        module._num_ready_grad_parameters = 0
+    torch.autograd.Variable._execution_engine.queue_callback(
+        functools.partial(_raise_where_missing, self)
+    )
+    original(self)
 
 
 def _raise_where_missing(context: Any) -> None:
@@ -199,7 +174,9 @@ def _raise_where_missing(context: Any) -> None:
         )
 
 
-def overwrite_only_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
+def overwrite_only_buckets(
+    original: Any, self: Any, params: Sequence[Any], *args: Any, **kwargs: Any
+) -> None:
     """Wrap ``MegatronFSDP.all_gather_and_wait_parameters_ready``, which marks every weight.
 
     The mark, ``overwrite_main_grad``, tells Transformer Engine to overwrite. Upstream sets it for
@@ -208,39 +185,31 @@ def overwrite_only_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Source: NVIDIA/Megatron-LM pull request 6357, which came after 0.19.2.
     """
-
-    def all_gather_and_wait_parameters_ready(
-        self: Any, params: Sequence[Any], *args: Any, **kwargs: Any
-    ) -> None:
-        original(self, params, *args, **kwargs)
-        # Unset after each call, as upstream marks in every forward and backward pass.
-        if self.data_parallel_sharding_strategy == "optim":
-            for param in params:
-                param.overwrite_main_grad = False
-
-    return all_gather_and_wait_parameters_ready
+    original(self, params, *args, **kwargs)
+    # Unset after each call, as upstream marks in every forward and backward pass.
+    if self.data_parallel_sharding_strategy == "optim":
+        for param in params:
+            param.overwrite_main_grad = False
 
 
-def keep_mark_of_grouped_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_mark_of_grouped_experts(original: Any, linear_module: Any) -> None:
     """Wrap ``TEGroupedMLP._ensure_main_grad``, which sets the mark again, for ``optim`` too.
 
     It runs after Megatron-FSDP's hooks, before Transformer Engine's fused operations.
     """
-
-    def _ensure_main_grad(linear_module: Any) -> None:
-        marked = [
-            (param, param.overwrite_main_grad)
-            for param in linear_module.parameters(recurse=False)
-            if hasattr(param, "overwrite_main_grad")
-        ]
-        original(linear_module)
-        for param, mark in marked:
-            param.overwrite_main_grad = mark
-
-    return _ensure_main_grad
+    marked = [
+        (param, param.overwrite_main_grad)
+        for param in linear_module.parameters(recurse=False)
+        if hasattr(param, "overwrite_main_grad")
+    ]
+    original(linear_module)
+    for param, mark in marked:
+        param.overwrite_main_grad = mark
 
 
-def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
+def fuse_only_into_buckets(
+    original: Any, ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any
+) -> Any:
     """Wrap ``forward`` of Megatron's own linear layer, whose backward pass always overwrites.
 
     Under Megatron-FSDP it ignores the mark. Transformer Engine's models have this layer too, as
@@ -250,14 +219,10 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     Forward decides, as backward would unpack the saved weight a second time, which torch's
     activation checkpointing refuses.
     """
-
-    def forward(ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any) -> Any:
-        # Other wrappers than Megatron-FSDP initialize ``main_grad``.
-        if hasattr(weight, "__fsdp_param__"):
-            is_fused = is_fused and _may_be_overwritten(weight)
-        return original(ctx, input, weight, bias, is_fused, *rest)
-
-    return forward
+    # Other wrappers than Megatron-FSDP initialize ``main_grad``.
+    if hasattr(weight, "__fsdp_param__"):
+        is_fused = is_fused and _may_be_overwritten(weight)
+    return original(ctx, input, weight, bias, is_fused, *rest)
 
 
 def _may_be_overwritten(weight: Any) -> bool:

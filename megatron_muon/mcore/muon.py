@@ -3,6 +3,7 @@
 """Muon over the row shards of Megatron-FSDP, as an optimizer of Megatron's."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,9 +167,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
-        groups, is_expert = self.pg_collection, getattr(param, "expert_tp", False)
-        if groups is None:
-            return None
+        is_expert, groups = getattr(param, "expert_tp", False), self.pg_collection
         group: dist.ProcessGroup | None = groups.expt_tp if is_expert else groups.tp
         return group if group is not None and dist.get_world_size(group) > 1 else None
 
@@ -224,7 +223,6 @@ def build_muon_step(
             another local shape.
     """
     first, of = optimizers[0], optimizers[0].arguments
-    kinds = [type(muon).__name__ for muon in optimizers]
     settings = MuonSettings(
         NewtonSchulzSettings(
             of["num_ns_steps"],
@@ -243,7 +241,7 @@ def build_muon_step(
             momentum_dtype=first.momentum_dtype,
             offload_momentum=first.offload_momentum,
         ),
-        f"{of['scale_mode']} {of['extra_scale_factor']}, optimizers {kinds}",
+        f"{of['scale_mode']} {of['extra_scale_factor']}, {len(optimizers)} optimizers",
     )
     problems = [problem for muon in optimizers for problem in muon.problems()]
     # Groups of the model with all ranks that hold a dense matrix, or an expert.
@@ -380,10 +378,8 @@ def _rows_like(param: Any, *, is_joined: bool) -> DTensor:
         Replicate() if is_joined and placement.is_shard(1) else placement
         for placement in param.placements
     ]
-    num_cols = 1
-    for axis, placement in enumerate(placements):
-        if placement.is_shard(1):
-            num_cols *= param.device_mesh.size(axis)
+    sizes = zip(placements, param.device_mesh.shape, strict=True)
+    num_cols = math.prod(size for placement, size in sizes if placement.is_shard(1))
     local = local_tensor(param)
     zeros = local.new_zeros(local.shape[0], 1)
     return as_shard(zeros, param.device_mesh, placements, (param.shape[0], num_cols))

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of Muon that Megatron's OptimizerConfig has no fields for."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -107,12 +106,8 @@ class MuonOptions:
         return MOMENTUM_DTYPES[self.muon_momentum_dtype]
 
 
-def carry_flags(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def carry_flags(original: Any, args: Any) -> Any:
     """Wrap ``get_megatron_optimizer_config`` to copy the flags that its fields do not cover."""
-
-    def get_megatron_optimizer_config(args: Any) -> Any:
-        config, config_overrides = original(args)
-        vars(config).update(vars(MuonOptions.of(args)))
-        return config, config_overrides
-
-    return get_megatron_optimizer_config
+    config, config_overrides = original(args)
+    vars(config).update(vars(MuonOptions.of(args)))
+    return config, config_overrides

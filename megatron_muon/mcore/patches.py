@@ -29,20 +29,11 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.arguments:add_megatron_arguments",
         "add the flags of this package",
         arguments.add_arguments,
-        # The flags stand beside Megatron's own Muon flags, which this line adds.
-        source_lines=("parser = _add_regularization_args(parser)", "return parser"),
     ),
     Patch(
         "megatron.training.arguments:validate_args",
         "accept --optimizer muon --use-megatron-fsdp, refuse what cannot work with it",
         arguments.validate,
-        source_lines=(
-            "assert args.optimizer in ('sgd', 'adam'), \\",
-            'assert not args.use_megatron_fsdp, "Emerging optimizer does not support '
-            'Megatron-FSDP for now."',
-            "args.use_layer_wise_distributed_optimizer = False",
-            "args.use_distributed_optimizer = True",
-        ),
     ),
     Patch(
         "megatron.training.training:get_megatron_optimizer_config",
@@ -228,7 +219,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.checkpointing:get_load_checkpoint_path_by_args",
         "checkpoints: --pretrained-checkpoint without --load",
         checkpoint_load.find_pretrained,
-        source_lines=("load_dir = getattr(args, load_arg)",),
     ),
     Patch(
         "megatron.training.checkpointing:save_checkpoint",

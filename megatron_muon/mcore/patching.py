@@ -34,7 +34,8 @@ class Patch:
     Args:
         symbol: Function or class, as "module:name".
         purpose: Why, in a sentence.
-        wrap: Takes the original, returns the replacement; None for no change.
+        replacement: Called in place of the original, which is its first argument; None for no
+            change.
         source_lines: Lines that its source must contain, without indentation.
         repaired_text: Text in the target's class or module, in a later release that needs no
             repair; empty if there is no such release.
@@ -45,43 +46,35 @@ class Patch:
 
     symbol: str
     purpose: str
-    wrap: Callable[[Any], Any] | None = field(default=None, repr=False)
+    replacement: Callable[..., Any] | None = field(default=None, repr=False)
     source_lines: tuple[str, ...] = ()
     repaired_text: str = ""
     applies_to: Literal["all", "later", "v2", "call"] = "all"
 
-    def holder(self) -> tuple[Any, str]:
-        """Import the module or class that has the target, and return it with the last name."""
+    def holder(self) -> tuple[str, str]:
+        """Return the symbol of the module or class with the target, and the target's last name."""
         name = self.symbol.replace(":", ".").rpartition(".")[2]
-        return pkgutil.resolve_name(self.symbol[: -len(name) - 1]), name
+        return self.symbol[: -len(name) - 1], name
 
     def is_needed(self) -> bool:
         """Return whether the imported megatron needs this change."""
         if self.symbol.startswith("megatron.bridge."):
-            applies = self.symbol.partition(":")[0] in sys.modules
-        elif self.applies_to in ("later", "v2"):
-            applies = exists(_V2_FLAG if self.applies_to == "v2" else self.symbol)
-        else:
-            applies = self.applies_to == "all"
-        return applies and not self.is_repaired()
+            return self.symbol.partition(":")[0] in sys.modules
+        if self.applies_to == "call" or self.is_repaired():
+            return False
+        symbol = {"v2": _V2_FLAG, "later": self.symbol}.get(self.applies_to)
+        return symbol is None or _find(symbol) is not None
 
     def is_repaired(self) -> bool:
         """Return whether the imported megatron has made this change itself."""
-        if not self.repaired_text:
-            return False
-        try:
-            return self.repaired_text in inspect.getsource(self.holder()[0])
-        except (ImportError, AttributeError, OSError, TypeError):
-            return False
+        holder = _find(self.holder()[0]) if self.repaired_text else None
+        return holder is not None and self.repaired_text in inspect.getsource(holder)
 
     def problems(self) -> list[str]:
         """Return one sentence for each difference between the target and the tested ones."""
-        try:
-            target = pkgutil.resolve_name(self.symbol)
-            source = inspect.getsource(target) if self.source_lines else ""
-        except (ImportError, AttributeError, OSError, TypeError) as error:
-            found = f"{type(error).__name__}: {error}"
-            return [f"{self.symbol}: expected it to exist, found {found}."]
+        if (target := _find(self.symbol)) is None:
+            return [f"{self.symbol}: expected it to exist, found none."]
+        source = inspect.getsource(target) if self.source_lines else ""
         lines = {line.strip() for line in source.splitlines()}
         return [
             f"{self.symbol}: expected the source line {line!r}, found none."
@@ -90,13 +83,12 @@ class Patch:
         ]
 
 
-def exists(symbol: str) -> bool:
-    """Return whether the imported release has a symbol."""
+def _find(symbol: str) -> Any:
+    """Import a symbol, or return None if the installed release lacks it."""
     try:
-        pkgutil.resolve_name(symbol)
+        return pkgutil.resolve_name(symbol)
     except (ImportError, AttributeError):
-        return False
-    return True
+        return None
 
 
 @dataclass
@@ -106,15 +98,15 @@ class Patches:
     Args:
         known: All patches.
         applied: Patches that were applied, or found as they are relied on.
-        replaced: Holder, name, value before and value after of every replacement.
         v2_problems: Differences of Megatron-FSDP v2 from the tested releases, one sentence each,
             for which it is refused.
     """
 
     known: Sequence[Patch] = ()
     applied: list[Patch] = field(default_factory=list)
-    replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     v2_problems: list[str] = field(default_factory=list)
+    # Holder, name, value before and value after of every replacement.
+    _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
 
     def update(self, known: Sequence[Patch] | None = None) -> None:
         """Apply the patches that are needed by now, as of modules that were imported since.
@@ -127,65 +119,68 @@ class Patches:
         """
         self.known = self.known if known is None else known
         needed = [patch for patch in self.known if patch not in self.applied and patch.is_needed()]
-        found = {patch: patch.problems() for patch in needed}
-        if problems := [text for p in needed for text in found[p] if p.applies_to != "v2"]:
+        of_v2 = [patch for patch in needed if patch.applies_to == "v2"]
+        if problems := [text for p in needed if p not in of_v2 for text in p.problems()]:
             raise IncompatibleMegatronError(problems)
-        self.v2_problems = [text for texts in found.values() for text in texts]
+        self.v2_problems = [text for patch in of_v2 for text in patch.problems()]
         if self.v2_problems:
             logger.warning("Megatron-FSDP v2 is refused: %s", " ".join(self.v2_problems))
-            needed = [patch for patch in needed if patch.applies_to != "v2"]
+            needed = [patch for patch in needed if patch not in of_v2]
         self.apply(needed)
 
     def apply(self, patches: Sequence[Patch]) -> None:
         """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
-        replaced, by_id = [], {}
+        self.applied += patches
         for patch in patches:
-            self.applied.append(patch)
-            if patch.wrap is None:
+            if patch.replacement is None:
                 continue
-            holder, name = patch.holder()
-            before = inspect.getattr_static(holder, name)
+            symbol, name = patch.holder()
+            holder = pkgutil.resolve_name(symbol)
             original = getattr(holder, name)
-            # Tracebacks, help() and inspect.signature show the original.
-            after: Any = functools.update_wrapper(patch.wrap(original), original)
-            # A static method must stay one, or instances would pass themselves.
-            is_static = isinstance(before, staticmethod)
-            replaced.append((holder, name, before, staticmethod(after) if is_static else after))
-            if getattr(original, "__module__", None) == getattr(holder, "__name__", ""):
-                by_id[id(original)] = after
-        for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
-            replaced += [
-                (module, name, value, by_id[id(value)])
-                for name, value in vars(module).items()
-                if id(value) in by_id
-            ]
-        # All or none: a wrap may raise.
-        for holder, name, _, after in replaced:
-            setattr(holder, name, after)
-        self.replaced += replaced
+            replacement = _replacement(patch, original)
+            self._set(holder, name, replacement)
+            if original.__module__ != holder.__name__:
+                continue
+            for module in [m for key, m in sys.modules.items() if key.startswith("megatron.")]:
+                for key in [key for key, value in vars(module).items() if value is original]:
+                    self._set(module, key, replacement)
+
+    def _set(self, holder: Any, name: str, after: Any) -> None:
+        before = inspect.getattr_static(holder, name)
+        # A static method must stay one, or instances would pass themselves.
+        after = staticmethod(after) if isinstance(before, staticmethod) else after
+        setattr(holder, name, after)
+        self._replaced.append((holder, name, before, after))
 
     def revert(self) -> None:
         """Restore the originals.
 
         Modules that were imported since keep the replacements, and so does who wrapped one.
         """
-        for holder, name, before, after in self.replaced:
+        for holder, name, before, after in self._replaced:
             if inspect.getattr_static(holder, name) is after:
                 setattr(holder, name, before)
-        self.known, self.applied, self.replaced = (), [], []
+        self.known, self.applied, self._replaced = (), [], []
 
 
 PATCHED = Patches()
 
 
+def _replacement(patch: Patch, original: Any) -> Callable[..., Any]:
+    # Tracebacks, help() and inspect.signature show the original.
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return patch.replacement(original, *args, **kwargs)  # type: ignore[misc]
+
+    return replacement
+
+
 @contextmanager
 def replaced(patch: Patch) -> Iterator[None]:
     """Apply a patch of ``call`` while a block runs."""
-    holder, name = patch.holder()
-    before = getattr(holder, name)
-    assert patch.wrap is not None
-    setattr(holder, name, patch.wrap(before))
+    patches = Patches()
+    patches.apply([patch])
     try:
         yield
     finally:
-        setattr(holder, name, before)
+        patches.revert()

@@ -8,7 +8,7 @@ between the step and the installation.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,20 +26,16 @@ _CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_pro
 _MAX_LOGIT = "_megatron_muon_max_attention_logit"
 
 
-def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def clip_before_install(original: Any, self: Any) -> None:
     """Wrap ``_copy_main_params_to_model_params`` of an optimizer to clip main weights first.
 
     It follows a step of Adam, one optimizer for all parameters; ``FSDPMuonChainedOptimizer`` clips
     by itself. A second call in a step finds no logits.
     """
-
-    def _copy_main_params_to_model_params(self: Any) -> None:
-        if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
-            for chunk in self.model_chunks:
-                clip_row_shards(sharded_module(chunk))
-        original(self)
-
-    return _copy_main_params_to_model_params
+    if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
+        for chunk in self.model_chunks:
+            clip_row_shards(sharded_module(chunk))
+    original(self)
 
 
 @torch.no_grad()
@@ -73,7 +69,8 @@ def clip_row_shards(fsdp_module: Any) -> None:
     setattr(fsdp_module, _MAX_LOGIT, largest)
 
 
-def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
+@torch.no_grad()
+def max_attention_logit(original: Any, model: Sequence[Any], log_max_only: bool = False) -> float:
     """Wrap ``clip_qk``, which the training loop calls after every step.
 
     For a model that Megatron-FSDP wraps it returns the largest attention logit since the last call,
@@ -81,20 +78,14 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
 
     Communication: with ``log_max_only``, where nothing was clipped, see ``_reduced()``.
     """
-
-    @torch.no_grad()
-    def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
-        """Return the largest logit; the step of a model that Megatron-FSDP wraps has clipped."""
-        if not is_wrapped(model[0]):
-            return original(model, log_max_only)
-        largest = 0.0
-        for module in map(sharded_module, model):
-            logits = [logit for *_, logit in _reduced(module)] if log_max_only else []
-            largest = max(largest, getattr(module, _MAX_LOGIT, 0.0), *logits)
-            setattr(module, _MAX_LOGIT, 0.0)
-        return largest
-
-    return clip_qk
+    if not is_wrapped(model[0]):
+        return original(model, log_max_only)
+    largest = 0.0
+    for module in map(sharded_module, model):
+        logits = [logit for *_, logit in _reduced(module)] if log_max_only else []
+        largest = max(largest, getattr(module, _MAX_LOGIT, 0.0), *logits)
+        setattr(module, _MAX_LOGIT, 0.0)
+    return largest
 
 
 def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, float]]:

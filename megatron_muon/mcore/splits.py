@@ -39,47 +39,38 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
         ValueError: Heads are to be orthogonalized separately, and a tensor-parallel rank holds
             parts of them.
     """
-    for name, holder, linear in _fused_linears(chunk):
-        for param in _weights(linear):
-            rows = num_rows(param)
-            shapes = _split_shapes(holder, name, rows, chunk.config, splits)
-            if shapes is None:
-                continue
-            by_head = splits.per_head and name != "linear_fc1"
-            if rows % sum(shapes):
-                # Fewer query groups than tensor-parallel ranks: upstream splits none either.
-                if by_head:
-                    raise ValueError(
-                        f"{name}: expected whole query groups of {sum(shapes)} rows on each "
-                        f"tensor-parallel rank, got {rows} rows. Leave out "
-                        "--muon-split-qkv-per-head, or use fewer tensor-parallel ranks."
-                    )
-                continue
+    for name, holder, param in _fused_weights(chunk):
+        rows = num_rows(param)
+        shapes = _split_shapes(holder, name, rows, chunk.config, splits)
+        if shapes is None:
+            continue
+        by_head = splits.per_head and name != "linear_fc1"
+        if rows % sum(shapes):
+            # Fewer query groups than tensor-parallel ranks: upstream splits none either.
             if by_head:
-                head_rows = chunk.config.kv_channels if name == "linear_qkv" else 0
-                shapes = all_heads(shapes, rows, head_rows)
-                # A head is whole on one tensor-parallel rank: joining would mix it with others.
-                param.is_split_by_head = True
-            param.is_qkv = True
-            param.qkv_split_shapes = list(shapes)
+                raise ValueError(
+                    f"{name}: expected whole query groups of {sum(shapes)} rows on each "
+                    f"tensor-parallel rank, got {rows} rows. Leave out --muon-split-qkv-per-head, "
+                    "or use fewer tensor-parallel ranks."
+                )
+            continue
+        if by_head:
+            shapes = all_heads(shapes, rows, chunk.config.kv_channels * (name == "linear_qkv"))
+            # A head is whole on one tensor-parallel rank: joining would mix it with others.
+            param.is_split_by_head = True
+        param.is_qkv = True
+        param.qkv_split_shapes = list(shapes)
 
 
-def _weights(linear: Any) -> Iterator[Any]:
-    """Yield the trainable matrices of a linear layer."""
-    # Grouped experts have several: weight0, weight1, ...
-    for name, param in linear.named_parameters(recurse=False):
-        if name.startswith("weight") and param.dim() == 2 and param.requires_grad:
-            yield param
-
-
-def _fused_linears(chunk: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, parent and layer of the linear layers that may be split."""
+def _fused_weights(chunk: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the trainable matrices that may be split, with name and parent of their layer."""
     names = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
     for holder in chunk.modules():
-        for name in names:
-            linear = getattr(holder, name, None)
-            if isinstance(linear, torch.nn.Module):
-                yield name, holder, linear
+        for name, linear in holder.named_children():
+            # Grouped experts have several: weight0, weight1, ...
+            for key, param in linear.named_parameters(recurse=False) if name in names else ():
+                if key.startswith("weight") and param.dim() == 2 and param.requires_grad:
+                    yield name, holder, param
 
 
 def _split_shapes(

@@ -1,18 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Accepted and tested releases of the packages that are patched or relied on.
+"""Accepted releases of the packages that are patched or relied on.
 
-A release in the accepted range is tried: its symbols are verified as usual, and a warning names it
-if it is outside of the tested range. ``check_compat.py`` has the table of the combinations
-that were run.
+Symbols of an accepted release are verified one by one. docs/support.md has the table of the
+combinations that were run.
 """
 
 import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import logging
-import os
 import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,8 +19,6 @@ from packaging.version import Version
 
 from megatron_muon.user_errors import UserError
 
-logger = logging.getLogger(__name__)
-
 # Minor versions of megatron-core are not interchangeable: patches rely on its internals. The last
 # one is Megatron-LM's main, which no registry has. torch and emerging-optimizers have no upper
 # bound: containers bring builds of their own. step/dependencies.py checks their APIs.
@@ -32,17 +27,6 @@ ACCEPTED_VERSIONS = {
     "emerging-optimizers": SpecifierSet(">=0.3"),
     "torch": SpecifierSet(">=2.9"),
 }
-_TESTED_VERSIONS = {
-    "megatron-core": SpecifierSet(">=0.19.0,<=0.19.2"),
-    "emerging-optimizers": SpecifierSet(">=0.3.0,<=0.4.0"),
-    "torch": SpecifierSet(">=2.9.1,<=2.15.0"),
-}
-_TESTED = (
-    f"Tested: {', '.join(f'{name} {tested}' for name, tested in _TESTED_VERSIONS.items())} "
-    # The versions of requirements.lock.
-    "(docs/support.md). In a new environment: pip install megatron-core==0.19.2 "
-    "emerging-optimizers==0.3.0 torch==2.15.0"
-)
 
 
 class IncompatibleMegatronError(UserError, RuntimeError):
@@ -54,8 +38,8 @@ class IncompatibleMegatronError(UserError, RuntimeError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        head = "megatron-muon cannot be enabled, nothing was changed:"
-        super().__init__("\n  ".join([head, *problems]) + f"\n{_TESTED}")
+        lines = ["megatron-muon cannot be enabled, nothing was changed:", *problems]
+        super().__init__("\n  ".join(lines) + "\nInstall a release of docs/support.md (Versions).")
 
 
 # Cached: reading megatron-core's version runs git.
@@ -83,29 +67,22 @@ def installed_versions() -> Mapping[str, str | None]:
 
 
 def check_versions() -> None:
-    """Check that the installed versions are in the accepted ranges, and warn on untested ones.
+    """Check that the installed versions are in the accepted ranges.
 
     It needs no import of megatron, which would fail with other errors.
 
     Raises:
         IncompatibleMegatronError: The patches were not written for a package.
     """
-    versions = installed_versions()
-    if problems := misfits(versions, ACCEPTED_VERSIONS):
+    if problems := version_problems(installed_versions()):
         raise IncompatibleMegatronError(problems)
-    untested = misfits(versions, _TESTED_VERSIONS)
-    if untested and os.environ.get("RANK", "0") == "0":
-        logger.warning("Not tested, and tried: %s %s", " ".join(untested), _TESTED)
 
 
-def misfits(
-    versions: Mapping[str, str | None], ranges: Mapping[str, SpecifierSet] = ACCEPTED_VERSIONS
-) -> list[str]:
-    """Compare installed versions with ranges.
+def version_problems(versions: Mapping[str, str | None]) -> list[str]:
+    """Compare installed versions with the accepted ranges.
 
     Args:
         versions: Version by package name, None if absent.
-        ranges: Range by package name.
 
     Returns:
         One sentence for each package outside of its range. Builds before a release (2.11.0a0, in
@@ -113,6 +90,6 @@ def misfits(
     """
     return [
         f"{name}: expected a version {accepted}, found {versions[name] or 'none installed'}."
-        for name, accepted in ranges.items()
+        for name, accepted in ACCEPTED_VERSIONS.items()
         if not accepted.contains(Version(versions[name] or "0").base_version)
     ]

@@ -202,7 +202,7 @@ def check(case: Sequence[str | None], environment: Environment, names: Sequence[
     Where ``enable()`` refuses, the launcher must too: a training is tried, and nothing else.
     """
     installed = dict(zip(versions.ACCEPTED_VERSIONS, case, strict=True))
-    claim = "refused" if versions.misfits(installed) else "ok"
+    claim = "refused" if versions.version_problems(installed) else "ok"
     words, reasons = [], []
     for name in names:
         if claim == "refused" and name not in ("enable", "parity"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_muon.mcore.versions import installed_versions, misfits
+from megatron_muon.mcore.versions import installed_versions, version_problems
 from megatron_muon.runtime.agreement import gather_objects
 from megatron_muon.step.dependencies import environment_problems, missing_names
 from megatron_muon.tools.check.verdicts import Finding
@@ -28,7 +28,7 @@ def check_versions() -> Finding:
     """
     versions = dict(installed_versions())
     has_megatron = versions["megatron-core"] is not None
-    problems = misfits(versions if has_megatron else versions | {"megatron-core": "0.19"})
+    problems = version_problems(versions if has_megatron else versions | {"megatron-core": "0.19"})
     problems += missing_names() + environment_problems()
     if not has_megatron:
         versions["megatron-core"] = "none (FSDP2 does not need it)"

@@ -294,7 +294,7 @@ def _split_latent_attention() -> list[Any]:
     model = build_model()
     param = dict(model.module.param_and_grad_buffer.optimizer_named_parameters)[QKV]
     states = {QKV: {"momentum_buffer": torch.zeros_like(param.data), "step": 3}}
-    _, split = split_every_state(handler)(model, {QKV: param.data}, {"state": states, "groups": 1})
+    _, split = split_every_state(handler, model, {QKV: param.data}, {"state": states, "groups": 1})
     parts = {name: [*of_part] for name, of_part in split["state"].items()}
     return [parts, split["groups"]]
 

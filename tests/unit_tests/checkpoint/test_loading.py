@@ -132,7 +132,8 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
 
     dist.init_process_group("gloo")
     loaded: list[str] = []
-    load = loading.find_before_loading(lambda folder, *rest, **options: loaded.append(folder))
+    original = lambda folder, *rest, **options: loaded.append(folder)  # noqa: E731
+    load = functools.partial(loading.find_before_loading, original)
     kept = loading.find_misfits, loading._locate
     found = {}
     for name, folder in folders.items():

@@ -122,7 +122,7 @@ def local_tensors(optimizer: Any) -> dict[str, Shard]:
     )
 
     packed = optimizer.state_dict()["state"]
-    by_name = {name: param for param, name in optimizer._state_names.items()}
+    by_name = {name: param for param, name in optimizer.stored_state.names.items()}
     shards = {}
     for name, state in packed.items():
         param = by_name[name].detach()

@@ -47,10 +47,12 @@ def _tag_and_route(splits: Splits, skips_router: bool, before: Callable[[], None
     original = module._get_megatron_emerging_optimizer
 
     @functools.wraps(original)
-    def build(config: Any, chunks: Any, overrides: Any = None, groups: Any = None) -> Any:
-        for chunk in chunks:
+    def build(
+        config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None
+    ) -> Any:
+        for chunk in model_chunks:
             tag_blocks(chunk, splits, lambda param: param.shape[0])
-        overrides = dict(overrides or {})
+        overrides = dict(config_overrides or {})
         if skips_router:
             to_scalar = {"optimizer": config.muon_scalar_optimizer}
             overrides[ParamKey(name="*.router.weight")] = to_scalar
@@ -59,6 +61,6 @@ def _tag_and_route(splits: Splits, skips_router: bool, before: Callable[[], None
         config.muon_split_qkv = True
         # A size that divides no number of rows, so that upstream keeps the tags.
         with mock.patch.object(module, "_get_qkv_split_shapes", lambda config: [2**62]):
-            return original(config, chunks, overrides, groups)
+            return original(config, model_chunks, overrides, pg_collection)
 
     module._get_megatron_emerging_optimizer = build

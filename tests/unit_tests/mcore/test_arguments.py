@@ -88,6 +88,8 @@ LINES = {
     tuple(f for f in fsdp_toy_gpt("optim", *HSDP) if not f.startswith("--overlap")): (
         "HSDP without --overlap-grad-reduce: Megatron-FSDP then never reduces gradients"
     ),
+    # Megatron renames it, and chooses the layer-wise optimizer.
+    tuple(toy_gpt("--optimizer", "dist_muon")): "accepted, optimizer muon",
     **{tuple(fsdp_toy_gpt(ZERO_3, *flags)): message for flags, message in REFUSALS},
 }
 # Two settings, whose user is told of both at once.
@@ -108,6 +110,7 @@ def _refusals(command_lines: list[list[str]]) -> list[str]:
 
     megatron_muon.enable()
     from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.global_vars import unset_global_variables
 
     found = []
     for flags in command_lines:
@@ -115,8 +118,9 @@ def _refusals(command_lines: list[list[str]]) -> list[str]:
         printed = io.StringIO()
         try:
             with contextlib.redirect_stderr(printed):
-                parse_and_validate_args()
-            found.append("accepted")
+                args = parse_and_validate_args()
+            found.append(f"accepted, optimizer {args.optimizer}")
+            unset_global_variables()
         except SystemExit as stop:
             found.append(f"exit code {stop.code}: {printed.getvalue()}")
         except (AssertionError, ValueError) as error:

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches: verified as a whole, applied once, taken back."""
 
+import ast
 import dataclasses
 import os
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +18,7 @@ from helpers.ranks import ROOT, run_ranks
 
 from megatron_muon.mcore import enable as enabling
 from megatron_muon.mcore import patching, versions
-from megatron_muon.mcore.patching import Patch, Patches, exists
+from megatron_muon.mcore.patching import Patch, Patches
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 
 GOOD_VERSIONS = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.15.0"}
@@ -39,13 +41,10 @@ def stub(monkeypatch):
 
 
 def _patch(name: str, **settings: object) -> Patch:
-    def wrap(original):
-        def replacement(*args, **kwargs):
-            return original(*args, **kwargs) + 1
+    def replacement(original, *args, **kwargs):
+        return original(*args, **kwargs) + 1
 
-        return replacement
-
-    return Patch(f"stub_megatron:{name}", "add one", wrap, **settings)
+    return Patch(f"stub_megatron:{name}", "add one", replacement, **settings)
 
 
 def test_apply_and_revert_restore_the_original(stub):
@@ -122,7 +121,7 @@ def test_static_method_stays_one(stub):
 @pytest.mark.parametrize(
     ("name", "relied_on", "message"),
     [
-        ("gone", {}, "stub_megatron:gone: expected it to exist, found AttributeError"),
+        ("gone", {}, "stub_megatron:gone: expected it to exist, found none"),
         (
             *("scale", {"source_lines": ("scaled = x + factor",)}),
             "expected the source line 'scaled = x + factor', found none",
@@ -153,7 +152,7 @@ def test_change_that_a_release_has_made_is_not_made_again(stub):
     assert repaired.is_repaired() and not _patch("Later.scale").is_repaired()
     assert not dataclasses.replace(repaired, repaired_text="def other_norm(").is_repaired()
     gone = dataclasses.replace(repaired, symbol="stub_megatron:Gone.scale")
-    assert not gone.is_repaired() and not exists(gone.symbol) and exists(repaired.symbol)
+    assert not gone.is_repaired()
 
 
 def test_revert_leaves_what_somebody_wrapped(stub):
@@ -187,37 +186,27 @@ def test_enable_refuses_a_misfit_of_any_package(monkeypatch, package, found):
     (problem,) = caught.value.problems
     assert problem.startswith(f"{package}: expected a version ")
     assert f"found {found or 'none installed'}" in problem
-    pins = " ".join(f"{name}=={version}" for name, version in GOOD_VERSIONS.items())
-    assert str(caught.value).endswith(f"In a new environment: pip install {pins}")
     assert not enabling.is_enabled()
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_warned"),
+    "changes",
     [
-        ({}, False),
-        ({"megatron-core": "0.19.2+abc1234", "torch": "2.11.0+cu130"}, False),
-        ({"megatron-core": "0.19.0", "torch": "2.11.0"}, False),
-        ({"megatron-core": "0.19.3"}, True),
+        {},
+        {"megatron-core": "0.19.2+abc1234", "torch": "2.11.0+cu130"},
+        {"megatron-core": "0.19.3"},
         # Megatron-LM's main has this version at every commit.
-        ({"megatron-core": "0.20.0"}, True),
-        ({"megatron-core": "0.20.0rc1"}, True),
-        ({"emerging-optimizers": "0.4.0"}, False),
-        ({"emerging-optimizers": "0.6.0"}, True),
-        ({"torch": "2.11.0a0+eb65b36914.nv26.02"}, False),
-        ({"torch": "3.0.0"}, True),
+        {"megatron-core": "0.20.0"},
+        {"megatron-core": "0.20.0rc1"},
+        {"emerging-optimizers": "0.6.0"},
+        {"torch": "2.11.0a0+eb65b36914.nv26.02"},
+        {"torch": "3.0.0"},
     ],
+    ids=str,
 )
-def test_untested_versions_in_the_ranges_are_accepted_and_named(
-    caplog, monkeypatch, changes, is_warned
-):
-    """Untested versions within the ranges are accepted with a warning."""
-    installed = {**GOOD_VERSIONS, **changes}
-    monkeypatch.setattr(versions, "installed_versions", lambda: installed)
-    versions.check_versions()
-    assert len(caplog.records) == is_warned
-    for package, version in changes.items() if is_warned else ():
-        assert f"{package}: expected" in caplog.text and f"found {version}." in caplog.text
+def test_versions_in_the_ranges_are_accepted(changes):
+    """A patch release, or a container's build, is tried: its symbols are verified all the same."""
+    assert versions.version_problems({**GOOD_VERSIONS, **changes}) == []
 
 
 IMPORT_AND_ENABLE = """
@@ -278,8 +267,7 @@ def _enable_and_disable() -> None:
     # A line of v2 refuses v2 alone.
     wrong = Patch("megatron.core:nothing", "v2", applies_to="v2")
     with (
-        mock.patch("megatron_muon.mcore.patching.exists", lambda symbol: ":nothing" in symbol),
-        mock.patch("megatron_muon.mcore.patching._V2_FLAG", ":nothing"),
+        mock.patch("megatron_muon.mcore.patching._V2_FLAG", "megatron.core"),
         mock.patch("megatron_muon.mcore.patches.PATCHES", (wrong, *_always())),
     ):
         enabling.enable()
@@ -316,3 +304,41 @@ def test_diffs_of_the_pull_requests_apply_to_the_release(tmp_path):
         command = ["git", "apply", "-p1", *map(str, group)]
         environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
         subprocess.run(command, check=True, cwd=tree, env=environment, timeout=60)
+
+
+# The launcher starts a script as Python does.
+OF_THE_LAUNCHER = {"launcher.py: sys.argv", "launcher.py: sys.last_exc"}
+
+
+def _replacements(path: Path) -> Iterator[str]:
+    """Yield assignments to attributes of what a file imports, and of functions to any object's."""
+    tree = ast.parse(path.read_text())
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets, value = getattr(node, "targets", [getattr(node, "target", None)]), node.value
+            targets = [each for target in targets for each in getattr(target, "elts", [target])]
+            targets = [target for target in targets if isinstance(target, ast.Attribute)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            targets, value = [node.args[0]], node.args[2]
+        else:
+            continue
+        text = ast.unparse(value) if value is not None else ""
+        is_function = text in functions or text.startswith(("lambda", "functools.partial"))
+        for target in map(ast.unparse, targets):
+            root = target.partition(".")[0]
+            if root in imported or (is_function and root != "self"):
+                yield f"{path.name}: {target}"
+
+
+def test_objects_of_others_are_replaced_in_one_file_alone():
+    """Five replacements were in no list, among them one of torch and one of argparse."""
+    package = ROOT / "megatron_muon"
+    files = [path for path in sorted(package.rglob("*.py")) if path.name != "patching.py"]
+    assert {found for path in files for found in _replacements(path)} == OF_THE_LAUNCHER

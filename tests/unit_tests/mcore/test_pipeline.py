@@ -139,7 +139,7 @@ def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
     output = weight * 2
     out = Hook.apply(output)
     assert out._base is not None
-    free_views(original)(out, True)
+    free_views(original, out, True)
     assert out.untyped_storage().nbytes() == output.untyped_storage().nbytes() == 4
     grad = torch.ones(64, 64)
     # As megatron.core.pipeline_parallel.schedules.custom_backward: out has another shape by now.

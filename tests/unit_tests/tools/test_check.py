@@ -60,7 +60,7 @@ def _find_on_rank_1() -> list[list[str]]:
     init_group()
     is_broken = dist.get_rank() == 1
     if is_broken:
-        environment.misfits = lambda versions: ["torch: expected 2.9, found 2.0"]
+        environment.version_problems = lambda versions: ["torch: expected 2.9, found 2.0"]
 
     def check() -> Finding:
         """Fail to compile on one rank."""
