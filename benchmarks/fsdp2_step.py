@@ -225,7 +225,7 @@ class Stepped:
         from megatron_muon.tools.plan.rank_report import build_report
 
         plans = self.optimizer.engine.plans  # type: ignore[attr-defined]
-        report = build_report(range(dist.get_world_size()), plans)
+        report = build_report(dist.get_world_size(), plans)
         return sum(rank.bytes_sent for rank in report.ranks)
 
 

@@ -4,10 +4,9 @@
 
 Files, each importing only those above it::
 
-    verdicts     one check on all ranks together, and the table of their verdicts
-    environment  versions, compiler, NCCL and its variables
-    parity       losses of a small GPT under Megatron-FSDP and under DDP; megatron
-    results      kernels and steps, compared with whole matrices
-    rates        bandwidths, Newton-Schulz, and a step beside Adam's
-    command      flags and output
+    verdicts  one check on all ranks together, and the table of their verdicts
+    parity    losses of a small GPT under Megatron-FSDP and under DDP; megatron
+    results   versions; kernels and steps, compared with whole matrices
+    rates     of Newton-Schulz and of all-to-all
+    command   starts ranks, and prints
 """

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
 
-Verdict = Literal["PASS", "SKIP", "SLOW", "FAIL"]
 # From the best to the worst.
-_ORDER: tuple[Verdict, ...] = ("PASS", "SKIP", "SLOW", "FAIL")
+_ORDER = ("PASS", "SKIP", "SLOW", "FAIL")
 
 
 class Finding(NamedTuple):
@@ -20,13 +19,11 @@ class Finding(NamedTuple):
 
     Args:
         verdict: ``SKIP`` where a requirement is missing that a run may not need.
-        result: Measured values, or the error.
-        advice: Sentence that says what to do; empty where nothing is to be done.
+        text: Measured values, or the error and what to do.
     """
 
-    verdict: Verdict
-    result: str
-    advice: str = ""
+    verdict: Literal["PASS", "SKIP", "SLOW", "FAIL"]
+    text: str
 
 
 class LostRanksError(RuntimeError):
@@ -45,28 +42,28 @@ def on_all_ranks(name: str, check: Callable[[], Finding]) -> Finding:
 
     Communication: a gather of objects over the job.
     """
-    if own_rank() == 0:
+    is_first = own_rank() == 0
+    if is_first:
         sys.stdout.write(f"{name} ... ")
         sys.stdout.flush()
     try:
         own = check()
     # Compilers and drivers raise errors of their own, and the other checks should still run.
     except Exception as error:
-        own = Finding("FAIL", first_line(error), "Report it")
+        own = Finding("FAIL", first_line(error))
     try:
         findings = gather_objects(own)
     except RuntimeError as error:
         raise LostRanksError(
             f"{name}: expected findings of {dist.get_world_size()} ranks, got an error on rank "
-            f"{own_rank()}, which found {own.verdict}: {own.result}. A rank ended or hangs; look "
-            f"at its output. {first_line(error)}"
+            f"{own_rank()}, which found {own.verdict}: {own.text}. A rank ended or hangs; look at "
+            f"its output. {first_line(error)}"
         ) from error
-    worst = max(findings, key=lambda finding: _ORDER.index(finding.verdict))
-    ranks = [rank for rank, finding in enumerate(findings) if finding.verdict == worst.verdict]
+    verdict, text = max(findings, key=lambda finding: _ORDER.index(finding.verdict))
+    ranks = [str(rank) for rank, finding in enumerate(findings) if finding.verdict == verdict]
     if len(ranks) < len(findings):
-        worst = worst._replace(result=f"{worst.result} (ranks {', '.join(map(str, ranks))})")
-    if own_rank() == 0:
-        advice = f" -> {worst.advice}" if worst.advice else ""
-        sys.stdout.write(f"{worst.verdict}: {worst.result}{advice}\n")
+        text = f"{text} (ranks {', '.join(ranks)})"
+    if is_first:
+        sys.stdout.write(f"{verdict}: {text}\n")
         sys.stdout.flush()
-    return worst
+    return Finding(verdict, text)

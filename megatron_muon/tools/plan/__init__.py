@@ -7,7 +7,7 @@ Torch is imported for models of transformers alone.
 Files, each importing only those above it::
 
     timeline            the step of one rank on its GPU and links, and a picture
-    rank_report         numbers of every rank, and their table
+    rank_report         numbers of every rank
     model_shape         the matrices of a transformer of Megatron-LM, and published shapes
     simulation          plans of all domains of a job, under Megatron from the shape of a model
     summary             memory and time beside AdamW, and the limits of a step

@@ -21,7 +21,7 @@ from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings, PlanSettings
 from megatron_muon.tools.plan.model_shape import PRESETS, ModelShape
-from megatron_muon.tools.plan.rank_report import Report, build_report, table
+from megatron_muon.tools.plan.rank_report import Report, build_report
 from megatron_muon.tools.plan.simulation import Parallelism, Sharding, simulate
 from megatron_muon.tools.plan.summary import (
     Machine,
@@ -35,7 +35,13 @@ from megatron_muon.tools.plan.summary import (
 from megatron_muon.tools.plan.timeline import draw
 from megatron_muon.user_errors import in_flags
 
-_REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
+_MEGATRON = "Megatron-LM and Megatron-FSDP: a preset, or Megatron's flags"
+
+
+def _positive(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}.")
+    return float(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,59 +52,48 @@ def _parser() -> argparse.ArgumentParser:
     )
     # The defaults of a live run: a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
-    source = parser.add_argument_group("model: a preset, a config.json, or Megatron's flags")
-    named = source.add_mutually_exclusive_group()
-    named.add_argument("--preset", choices=PRESETS)
-    named.add_argument(
-        "--hf",
-        type=Path,
-        metavar="CONFIG",
-        help="config.json of transformers, or its folder: fully_shard and MuonAdamW.from_model",
-    )
+    megatron = parser.add_argument_group(_MEGATRON)
+    megatron.add_argument("--preset", choices=PRESETS)
     # Named as in Megatron-LM, so that the flags of a training script can be copied here.
     for field in dataclasses.fields(ModelShape):
         flag = "--" + field.name.replace("_", "-")
         if field.type is bool:
-            source.add_argument(flag, action="store_true", default=None)
+            megatron.add_argument(flag, action="store_true", default=None)
         else:
-            source.add_argument(flag, type=int, metavar="N")
+            megatron.add_argument(flag, type=int, metavar="N")
     for flag in ("no-split-qkv", "split-glu", "split-mla", "split-qkv-per-head"):
-        source.add_argument(f"--muon-{flag}", action="store_true")
-    job = parser.add_argument_group("job")
-    job.add_argument("--fsdp2", action="store_true", help="implied by --hf")
-    job.add_argument(
-        "--megatron-fsdp-main-grads-dtype",
-        choices=("auto", "fp32"),
-        default="auto",
-        help="auto: bf16, as the weights",
-    )
-    job.add_argument("--tokens", type=float, default=4e6, help="tokens of an iteration")
-    job.add_argument("--gpu-gb", type=float, default=80, help="memory of a GPU")
-    job.add_argument(
-        "--model-tflops", type=float, default=400, help="forward and backward passes, a GPU"
-    )
+        megatron.add_argument(f"--muon-{flag}", action="store_true")
     for name, default, text in (
-        ("dp", 8, "data-parallel ranks"),
         ("tp", 1, "tensor-parallel ranks"),
         ("ep", 1, "expert-parallel ranks"),
         ("etp", 0, "expert tensor parallelism; 0: --tp"),
         ("pp", 1, "pipeline stages; the first is planned"),
-        ("hsdp", 1, "optimizer instances"),
     ):
-        job.add_argument(f"--{name}", type=int, default=default, help=text)
-    job.add_argument("--hfsdp", action="store_true", help="shard over instances too")
-    job.add_argument("--sharding", choices=get_args(Sharding), default="optim_grads_params")
+        megatron.add_argument(f"--{name}", type=int, default=default, help=text)
+    megatron.add_argument("--hfsdp", action="store_true", help="shard over instances too")
+    for name, choices, text in (
+        ("sharding", get_args(Sharding)[::-1], "strategy of Megatron-FSDP"),
+        ("muon-tp-mode", ("blockwise", "duplicated", "distributed"), "as in a run"),
+        ("megatron-fsdp-main-grads-dtype", ("auto", "fp32"), "auto: bf16, as the weights"),
+    ):
+        megatron.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
+    fsdp2 = parser.add_argument_group("fully_shard and MuonAdamW.from_model")
+    fsdp2.add_argument(
+        "--hf", type=Path, metavar="CONFIG", help="config.json of transformers, or its folder"
+    )
+    job = parser.add_argument_group("job")
+    job.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
+    job.add_argument("--hsdp", type=int, default=1, help="optimizer instances")
+    job.add_argument("--tokens", type=_positive, default=4e6, help="tokens of an iteration")
+    job.add_argument("--gpu-gb", type=_positive, default=80, help="memory of a GPU")
     job.add_argument(
-        "--muon-tp-mode",
-        choices=("blockwise", "duplicated", "distributed"),
-        default="blockwise",
+        "--model-tflops", type=_positive, default=400, help="forward and backward passes, a GPU"
     )
     plan = parser.add_argument_group("plan")
     for name, settings in EXCHANGE_FLAGS.items():
-        if name == "log_plan":
-            continue
-        flag = "--muon-fsdp-" + name.replace("_", "-")
-        plan.add_argument(flag, default=getattr(defaults, name), **settings)
+        if name != "log_plan":
+            flag = "--muon-fsdp-" + name.replace("_", "-")
+            plan.add_argument(flag, default=getattr(defaults, name), **settings)
     plan.add_argument(
         "--muon-fp32-matmul-prec",
         choices=("medium", "high"),
@@ -106,8 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Precision of Newton-Schulz; medium is bf16.",
     )
     output = parser.add_argument_group("output: a summary")
-    output.add_argument("--ranks", action="store_true", help="figures by rank too")
-    output.add_argument("--json", action="store_true", help="print JSON instead")
+    output.add_argument("--json", action="store_true", help="figures by rank, as JSON")
     output.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw the step of the slowest GPU and its links"
     )
@@ -127,84 +121,18 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
     return settings.plan_settings(cost, is_bf16=options.muon_fp32_matmul_prec == "medium")
 
 
-def _model(options: argparse.Namespace) -> ModelShape:
+def _under_megatron(
+    options: argparse.Namespace, parallel: Parallelism
+) -> tuple[Size, Report, Memory]:
+    """Plan a model of Megatron-LM."""
     # Explicit flags replace the fields of a preset.
     fields = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(ModelShape)
         if getattr(options, field.name) is not None
     }
-    if options.fsdp2:
-        raise ValueError(
-            "--fsdp2: expected --hf, got a model of Megatron. Pass the model's config.json."
-        )
-    if options.preset is not None:
-        return dataclasses.replace(PRESETS[options.preset], **fields)
-    if not fields:
-        raise ValueError(
-            "model: expected --preset, --hf, or --num-layers and other flags of Megatron, got none."
-        )
-    # ModelShape names a missing flag.
-    return ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
-
-
-def _parallelism(options: argparse.Namespace) -> Parallelism:
-    # Any mode but blockwise needs the whole matrix over tensor-parallel ranks.
-    return Parallelism(
-        dp=options.dp,
-        tp=options.tp,
-        ep=options.ep,
-        etp=options.etp,
-        pp=options.pp,
-        hsdp=options.hsdp,
-        sharding=options.sharding,
-        shards_outer=options.hfsdp,
-        joins_tensor_ranks=options.muon_tp_mode != "blockwise",
-    )
-
-
-def _machine(options: argparse.Namespace) -> Machine:
-    for name in ("gpu_gb", "model_tflops", "tokens"):
-        if not getattr(options, name) > 0:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag}: expected a positive number, got {getattr(options, name)}.")
-    return Machine(options.gpu_gb, options.model_tflops, options.tokens)
-
-
-def _refuse_with_hf(options: argparse.Namespace) -> None:
-    """Refuse flags of Megatron, which change nothing under FSDP2."""
-    parser = _parser()
-    ignored = [field.name for field in dataclasses.fields(ModelShape)]
-    ignored += ["tp", "ep", "etp", "pp", "hfsdp", "sharding", "muon_tp_mode"]
-    ignored += ["muon_no_split_qkv", "muon_split_glu", "muon_split_mla", "muon_split_qkv_per_head"]
-    changed = [
-        "--" + name.replace("_", "-")
-        for name in (*ignored, "megatron_fsdp_main_grads_dtype")
-        if getattr(options, name) != parser.get_default(name)
-    ]
-    if changed:
-        raise ValueError(
-            f"--hf: expected --dp and --hsdp alone, got {', '.join(changed)}. Leave them out, and "
-            "change the config.json for another shape; or pass --num-layers and other flags of "
-            "Megatron in place of --hf."
-        )
-
-
-def _report(options: argparse.Namespace, num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
-    report = build_report(range(num_ranks), plans)
-    fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
-    its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
-    problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
-    if problem is not None:
-        raise ValueError(problem)
-    return report
-
-
-def _under_megatron(
-    options: argparse.Namespace, parallel: Parallelism
-) -> tuple[Size, Report, Memory]:
-    """Plan a model of Megatron-LM."""
-    model = _model(options)
+    preset = options.preset and PRESETS[options.preset]
+    model = dataclasses.replace(preset, **fields) if preset else ModelShape(**fields)
     splits = Splits(
         qkv=not options.muon_no_split_qkv,
         glu=options.muon_split_glu,
@@ -213,8 +141,12 @@ def _under_megatron(
     )
     plans = simulate(model, parallel, _settings(options), splits=splits)
     report = _report(options, parallel.stage_size, plans)
-    has_fp32 = options.megatron_fsdp_main_grads_dtype == "fp32"
-    memory = memory_under_megatron_fsdp(model, parallel, report, has_fp32_gradients=has_fp32)
+    memory = memory_under_megatron_fsdp(
+        model,
+        parallel,
+        report.max_step_bytes,
+        has_fp32_gradients=options.megatron_fsdp_main_grads_dtype == "fp32",
+    )
     return size_of_shape(model), report, memory
 
 
@@ -224,13 +156,33 @@ def _under_fsdp2(options: argparse.Namespace, parallel: Parallelism) -> tuple[Si
     from megatron_muon.fsdp2 import groups
     from megatron_muon.tools.plan import transformers_model
 
-    _refuse_with_hf(options)
+    (megatron,) = (group for group in _parser()._action_groups if group.title == _MEGATRON)
+    if ignored := [
+        action.option_strings[0]
+        for action in megatron._group_actions
+        if getattr(options, action.dest) != action.default
+    ]:
+        raise ValueError(
+            f"--hf: expected --dp and --hsdp alone, got {', '.join(ignored)}. Leave them out, and "
+            "change the config.json for another shape; or pass --num-layers and other flags of "
+            "Megatron in place of --hf."
+        )
     model = transformers_model.read_model(options.hf)
     choices = groups.choose(model)
     plans = transformers_model.plan_choices(choices, parallel, _settings(options))
     report = _report(options, parallel.dp, plans)
     size, on_rank = transformers_model.count(model, choices, parallel.dp // parallel.hsdp)
-    return size, report, memory_under_fsdp2(on_rank, report)
+    return size, report, memory_under_fsdp2(on_rank, report.max_step_bytes)
+
+
+def _report(options: argparse.Namespace, num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
+    report = build_report(num_ranks, plans)
+    fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
+    its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
+    problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
+    if problem is not None:
+        raise ValueError(problem)
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,23 +190,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        parallel, machine = _parallelism(options), _machine(options)
+        parallel = Parallelism(
+            options.dp,
+            options.tp,
+            options.ep,
+            options.etp,
+            options.pp,
+            options.hsdp,
+            options.sharding,
+            options.hfsdp,
+            # Any other mode needs the whole matrix over tensor-parallel ranks.
+            options.muon_tp_mode != "blockwise",
+        )
         plan = _under_megatron if options.hf is None else _under_fsdp2
         size, report, memory = plan(options, parallel)
         name = options.hf.name.removesuffix(".json") if options.hf else options.preset or "model"
         if options.svg is not None:
             slowest = max(report.ranks, key=lambda rank: rank.step_ns)
             title = f"{name}, the slowest of {len(report.ranks)} GPUs: estimated step of Muon"
-            options.svg.write_text(draw(slowest.timeline(), title))
+            options.svg.write_text(draw(slowest.spans, title))
     except (OSError, ValueError) as error:
         parser.error(in_flags(str(error)))
     if options.json:
         figures = {**vars(report), "ranks": [vars(rank) for rank in report.ranks]}
-        json.dump(figures, sys.stdout)
-        sys.stdout.write("\n")
+        lines = [json.dumps(figures)]
     else:
         num_ranks = parallel.stage_size * parallel.pp
+        machine = Machine(options.gpu_gb, options.model_tflops, options.tokens)
         lines = [*summary(name, size, num_ranks, report, memory, machine)]
-        lines += table(report) if options.ranks else []
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0

@@ -74,11 +74,11 @@ class ModelShape:
         ValueError: Sizes that do not divide, or are missing.
     """
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
+    num_layers: int = 0
+    hidden_size: int = 0
+    ffn_hidden_size: int = 0
+    num_attention_heads: int = 0
+    num_query_groups: int = 0
     kv_channels: int = 0
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
@@ -101,7 +101,7 @@ class ModelShape:
             if getattr(self, field.name) < 1:
                 raise ValueError(
                     f"{field.name}: expected a positive number, got {getattr(self, field.name)}. "
-                    f"Pass --{field.name.replace('_', '-')}."
+                    f"Pass --{field.name.replace('_', '-')}, or --preset or --hf."
                 )
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(

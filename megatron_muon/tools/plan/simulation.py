@@ -50,7 +50,7 @@ class Parallelism:
         pp: Pipeline stages; the first is planned.
         hsdp: Optimizer instances.
         sharding: Data-parallel sharding strategy.
-        shards_outer: Whether optimizer states are sharded over instances too (HFSDP).
+        hfsdp: Whether optimizer states are sharded over instances too.
         joins_tensor_ranks: Whether tensor-parallel ranks orthogonalize one joined matrix.
 
     Raises:
@@ -64,7 +64,7 @@ class Parallelism:
     pp: int = 1
     hsdp: int = 1
     sharding: Sharding = "optim_grads_params"
-    shards_outer: bool = False
+    hfsdp: bool = False
     joins_tensor_ranks: bool = False
 
     def __post_init__(self) -> None:
@@ -136,15 +136,14 @@ def plan_all(
     world_size: int, matrices: Mapping[Replicas, Sequence[MatrixLayout]], settings: PlanSettings
 ) -> list[ExchangePlan]:
     """Plan small domains first, and others on top of them, as the ranks of a run do."""
+    domains = sorted((tuple(sorted(itertools.chain(*replicas))), replicas) for replicas in matrices)
+    max_num_plans = max(Counter(rank for ranks, _ in domains for rank in ranks).values(), default=1)
+    settings = settings.shared_by(max_num_plans)
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
-    domains = {replicas: layouts[0].ranks for replicas, layouts in matrices.items()}
-    max_num_plans = max(Counter(itertools.chain(*domains.values())).values(), default=1)
-    settings = settings.shared_by(max_num_plans)
-    for replicas, _ in sorted(domains.items(), key=lambda item: (len(item[1]), item[::-1])):
-        plan = plan_matrices(matrices[replicas], settings, load_ns=load_ns)
-        load_ns.update(plan.load_ns)
-        plans.append(plan)
+    for _, replicas in sorted(domains, key=lambda domain: len(domain[0])):
+        plans.append(plan_matrices(matrices[replicas], settings, load_ns=load_ns))
+        load_ns.update(plans[-1].load_ns)
     return plans
 
 
@@ -166,7 +165,7 @@ def _matrices(
     is_expert: bool,
 ) -> Iterator[tuple[Replicas, MatrixLayout]]:
     """Yield the matrices of a rank grid by layer, with the replicas of their shards."""
-    axes = [0, 1] if parallel.shards_outer else [1]
+    axes = [0, 1] if parallel.hfsdp else [1]
     if parallel.sharding == "no_shard":
         axes = []
     sizes = parallel.hsdp, len(rank_grid[0]) // parallel.hsdp

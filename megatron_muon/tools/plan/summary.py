@@ -75,14 +75,12 @@ class Size(NamedTuple):
     has_embeddings: bool = True
 
 
-def _count(parameters: Iterable[Parameter], tensor_ranks: int = 1) -> Elements:
+def _count(parameters: Iterable[Parameter], tensor_ranks: int) -> Elements:
     """Count the elements of parameters that one tensor-parallel rank has."""
     counts = [0, 0]
     for each in parameters:
-        size = math.prod(each.shape)
-        if each.partition_dim is not None:
-            size //= tensor_ranks
-        counts[len(each.shape) == 1] += size
+        is_sharded = each.partition_dim is not None
+        counts[len(each.shape) == 1] += math.prod(each.shape) // (tensor_ranks if is_sharded else 1)
     return Elements(*counts)
 
 
@@ -97,21 +95,19 @@ def count_layers(model: ModelShape, parallel: Parallelism) -> tuple[Elements, El
 
 def size_of_shape(model: ModelShape) -> Size:
     """Count the parameters of a decoder of Megatron-LM."""
-    active = model.head_elements
-    for layer in range(model.num_layers):
-        experts = model.expert_parameters(layer, model.moe_router_topk, Splits())
-        active += sum(_count(model.dense_parameters(layer, Splits()) + experts))
-    layers = count_layers(model, Parallelism(1))
+    dense, experts = count_layers(model, Parallelism(1))
     return Size(
-        sum(map(sum, layers)) + model.embedding_elements,
-        sum(each.muon for each in layers),
-        active,
-        model.vocab_size > 0,
+        total=sum(dense) + sum(experts) + model.embedding_elements,
+        muon=dense.muon + experts.muon,
+        active=sum(dense)
+        + sum(experts) * model.moe_router_topk // max(1, model.num_experts)
+        + model.head_elements,
+        has_embeddings=model.vocab_size > 0,
     )
 
 
 def memory_under_megatron_fsdp(
-    model: ModelShape, parallel: Parallelism, report: Report, *, has_fp32_gradients: bool
+    model: ModelShape, parallel: Parallelism, step_bytes: int, *, has_fp32_gradients: bool
 ) -> Memory:
     """Add up the memory of a rank of the first pipeline stage.
 
@@ -124,34 +120,39 @@ def memory_under_megatron_fsdp(
     embedding = model.embedding_elements if parallel.pp == 1 else model.head_elements
     of_dense = of_dense._replace(adamw=of_dense.adamw + embedding // parallel.tp)
     expert_ranks = parallel.expert_tp * parallel.ep
-    parts = [(of_dense, parallel.dp), (of_experts, parallel.stage_size // expert_ranks)]
     level = ("no_shard", "optim", "optim_grads", "optim_grads_params").index(parallel.sharding)
-    num_bytes = dict.fromkeys(Memory._fields, 0)
-    for elements, num_ranks in parts:
+    model_bytes = num_muon = num_states = 0
+    for elements, num_ranks in (
+        (of_dense, parallel.dp),
+        (of_experts, parallel.stage_size // expert_ranks),
+    ):
         inner = num_ranks // parallel.hsdp
-        outer = num_ranks if parallel.shards_outer else inner
+        outer = num_ranks if parallel.hfsdp else inner
         total, states = sum(elements), sum(elements) // (outer if level >= 1 else 1)
-        muon = elements.muon * states // max(1, total)
         gradient_bytes = _FP32 if has_fp32_gradients else _BF16
-        num_bytes["model"] += _BF16 * total // (inner if level >= 3 else 1)
-        num_bytes["model"] += gradient_bytes * total // (inner if level >= 2 else 1)
-        num_bytes["model"] += _FP32 * states
-        num_bytes["muon"] += _FP32 * (2 * states - muon)
-        num_bytes["adamw"] += 2 * _FP32 * states
-        num_bytes["adamw_step"] += 0 if has_fp32_gradients else _FP32 * states
-    num_bytes["step"] = num_bytes["adamw_step"] + report.max_step_bytes
-    return Memory(**num_bytes)
+        model_bytes += _BF16 * total // (inner if level >= 3 else 1)
+        model_bytes += gradient_bytes * total // (inner if level >= 2 else 1)
+        num_states += states
+        num_muon += elements.muon * states // max(1, total)
+    copies = 0 if has_fp32_gradients else _FP32 * num_states
+    states_of = Elements(num_muon, num_states - num_muon)
+    return _memory(states_of, model_bytes, step_bytes + copies, copies)
 
 
-def memory_under_fsdp2(elements: Elements, report: Report) -> Memory:
+def memory_under_fsdp2(elements: Elements, step_bytes: int) -> Memory:
     """Add up the memory of a rank with these elements; weights and gradients are float32."""
-    muon, adamw = elements
+    return _memory(elements, _FP32 * sum(elements), step_bytes + _FP32 * elements.muon, 0)
+
+
+def _memory(elements: Elements, model_bytes: int, step_bytes: int, adamw_step: int) -> Memory:
+    """Add float32 weights and the states of both optimizers, for the elements of a rank."""
+    muon, adamw = (_FP32 * number for number in elements)
     return Memory(
-        model=2 * _FP32 * (muon + adamw),
-        muon=_FP32 * (muon + 2 * adamw),
-        adamw=2 * _FP32 * (muon + adamw),
-        step=_FP32 * muon + report.max_step_bytes,
-        adamw_step=0,
+        model=model_bytes + muon + adamw,
+        muon=muon + 2 * adamw,
+        adamw=2 * (muon + adamw),
+        step=step_bytes,
+        adamw_step=adamw_step,
     )
 
 
@@ -170,11 +171,8 @@ def summary(
         f"{memory.step / 1e9:.1f} (AdamW {memory.adamw_step / 1e9:.1f})"
     )
     left_gb, with_adamw = (
-        machine.gpu_gb - num_bytes / 1e9
-        for num_bytes in (
-            memory.model + memory.muon + memory.step,
-            memory.model + memory.adamw + memory.adamw_step,
-        )
+        machine.gpu_gb - (memory.model + states + step) / 1e9
+        for states, step in ((memory.muon, memory.step), (memory.adamw, memory.adamw_step))
     )
     yield (
         f"fits: {left_gb:.1f} of {machine.gpu_gb:.0f} GB are left for activations and gathered "
@@ -183,35 +181,41 @@ def summary(
         else f"does not fit: {-left_gb:.1f} GB more than {machine.gpu_gb:.0f} GB. Use more GPUs"
     )
     slowest = max(report.ranks, key=lambda rank: rank.step_ns)
-    traffic_ns = max(rank.traffic_ns for rank in report.ranks)
+    waits_ns = slowest.step_ns - slowest.newton_schulz_ns
     yield (
         f"step of Muon: {slowest.step_ns / 1e6:.1f} ms on the slowest GPU, of which Newton-Schulz "
-        f"{slowest.newton_schulz_ns / 1e6:.1f} ms and waits for messages "
-        f"{(slowest.step_ns - slowest.newton_schulz_ns) / 1e6:.1f} ms"
+        f"{slowest.newton_schulz_ns / 1e6:.1f} ms and waits for messages {waits_ns / 1e6:.1f} ms"
     )
-    iteration_s = 6 * size.active * machine.tokens
-    iteration_s /= num_ranks * machine.model_tflops * 1e12
-    share = report.step_ns / (iteration_s * 1e9 + report.step_ns)
+    num_split = sum(len(matrix["owners"]) > 1 for matrix in report.matrices)
+    sent_mb = sum(rank.bytes_sent for rank in report.ranks) / len(report.ranks) / 1e6
+    staging_gb = max(rank.staging_bytes for rank in report.ranks) / 1e9
+    yield (
+        f"exchange: {len(report.matrices)} matrices, {num_split} of them split; a GPU sends "
+        f"{sent_mb:,.0f} MB, and needs {staging_gb:.1f} GB for messages and stacks"
+    )
+    iteration_s = 6 * size.active * machine.tokens / (num_ranks * machine.model_tflops * 1e12)
+    share = slowest.step_ns / (iteration_s * 1e9 + slowest.step_ns)
     yield (
         f"iteration of {machine.tokens / 1e6:.1f} M tokens: {iteration_s:.2f} s of forward and "
         f"backward passes at {machine.model_tflops:.0f} TFLOP/s a GPU; the step is {share:.1%}"
     )
-    yield f"bound by {_bound(report, traffic_ns)}"
+    yield f"bound by {_bound(report)}"
 
 
-def _bound(report: Report, traffic_ns: int) -> str:
+def _bound(report: Report) -> str:
     """Name what bounds a step, and the setting to change."""
-    if traffic_ns > report.busiest_ns:
+    ratio = report.busiest_over_ideal
+    if max(r.traffic_ns for r in report.ranks) > max(r.newton_schulz_ns for r in report.ranks):
         return (
             "messages: fewer replicas (HSDP, ZeRO-0) send fewer bytes; pass measured rates as "
             "--muon-fsdp-cost-model"
         )
-    if report.busiest_over_ideal > 1.5:
+    if ratio > 1.5:
         return (
-            f"too few matrices: the busiest rank has {report.busiest_over_ideal:.1f} times the "
-            "mean. A higher --muon-fsdp-max-owners splits them further"
+            f"too few matrices: the busiest rank has {ratio:.1f} times the mean. A higher "
+            "--muon-fsdp-max-owners splits them further"
         )
     return (
-        f"Newton-Schulz, spread evenly ({report.busiest_over_ideal:.2f} times the mean): "
-        "--muon-fsdp-newton-schulz auto takes fewer operations"
+        f"Newton-Schulz, spread evenly ({ratio:.2f} times the mean): --muon-fsdp-newton-schulz "
+        "auto takes fewer operations"
     )

@@ -8,7 +8,6 @@ first dimension of every parameter; the modules that it is called on change no p
 
 import functools
 import itertools
-import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -27,7 +26,6 @@ from megatron_muon.plan.layout import Box, MatrixLayout, Ranks
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.rows.matrices import matrices_of
 from megatron_muon.rows.parameters import whole_box
-from megatron_muon.runtime.agreement import first_line
 from megatron_muon.tools.plan.simulation import Parallelism, plan_all
 from megatron_muon.tools.plan.summary import Elements, Size
 
@@ -46,35 +44,18 @@ def read_model(path: Path) -> torch.nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import transformers
-    except ImportError as error:
-        raise ValueError(
-            f'--hf {path}: expected transformers, got "{error}". Run pip install '
-            "'transformers>=5' (the extra hf), or pass the shape by Megatron's flags."
-        ) from error
-    transformers.logging.set_verbosity_error()
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        read = json.loads(file.read_text())
-        kind, code = str(read.get("model_type")), read.get("auto_map")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"--hf {path}: expected a config.json, got {first_line(error)}."
-        ) from error
-    source = f"transformers {transformers.__version__}"
-    if kind not in transformers.CONFIG_MAPPING:
-        raise ValueError(
-            f"--hf {path}: expected a model_type of {source}, got {kind}"
-            f"{', whose code is in files of its own (auto_map)' if code else ''}. Write the type "
-            "of a model with the same layers, or pass the shape by Megatron's flags."
-        )
-    try:
+
+        transformers.logging.set_verbosity_error()
+        # A missing file would be looked up on the hub.
+        file = (path / "config.json" if path.is_dir() else path).resolve(strict=True)
         return build_model(transformers.AutoConfig.from_pretrained(file, trust_remote_code=False))
     # Any exception: each class of transformers refuses values in its own way.
     except Exception as error:
         reason = shorten(f"{type(error).__name__}: {error}", 300).rstrip(".")
         raise ValueError(
-            f"--hf {path}: expected a configuration that {source} builds on the meta device, got "
-            f"{kind}: {reason}. Correct it, or pass the shape by Megatron's flags."
+            f"--hf {path}: expected the config.json of a model that transformers 5 or later (pip "
+            f"install 'transformers>=5') builds on the meta device, got {reason}. Correct it, or "
+            "pass the shape by Megatron's flags."
         ) from error
 
 
@@ -154,15 +135,15 @@ def count(
     num_uses: Counter[torch.Tensor] = Counter(
         param for _, param in model.named_parameters(remove_duplicate=False)
     )
-    whole, on_rank = {"muon": 0, "adamw": 0}, {"muon": 0, "adamw": 0}
+    whole, on_rank = Counter[str](), Counter[str]()
     active = 0
-    for choice in choices:
-        param, algorithm = choice.param, choice.algorithm
+    for param, algorithm, reason in ((c.param, c.algorithm, c.reason) for c in choices):
         num_rows, row = param.shape[0] if param.ndim else 1, math.prod(param.shape[1:])
         whole[algorithm] += param.numel()
         on_rank[algorithm] += -(-num_rows // num_shards) * row
         if param.ndim == 3 and algorithm == "muon" and top_k is not None:
             active += min(top_k, num_rows) * row
-        elif choice.reason != "embedding" or num_uses[param] > 1:
+        elif reason != "embedding" or num_uses[param] > 1:
             active += param.numel()
-    return Size(sum(whole.values()), whole["muon"], active), Elements(**on_rank)
+    muon, adamw = (on_rank[algorithm] for algorithm in ("muon", "adamw"))
+    return Size(whole.total(), whole["muon"], active), Elements(muon, adamw)

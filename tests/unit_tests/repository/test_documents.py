@@ -98,14 +98,19 @@ def test_plans_of_performance_are_those_of_today(flags: str, figures: str, capsy
     """Each row of the table of plans is what its command prints."""
     assert main([*shlex.split(flags), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
+    sent, *most = (
+        [rank[name] for rank in report["ranks"]]
+        for name in ("bytes_sent", "newton_schulz_ns", "step_ns", "staging_bytes")
+    )
+    newton_schulz_ns, step_ns, staging_bytes = map(max, most)
     assert figures.split(" | ") == [
         f"{len(report['matrices']):,}",
         f"{report['busiest_over_ideal']:.2f}",
         f"{report['moved_fraction']:.1%}",
-        f"{report['bytes_sent'] / len(report['ranks']) / 1e6:,.0f}",
-        f"{report['busiest_ns'] / 1e6:.1f}",
-        f"{report['step_ns'] / 1e6:.1f}",
-        f"{report['max_staging_bytes'] / 1e9:.1f}",
+        f"{sum(sent) / len(sent) / 1e6:,.0f}",
+        f"{newton_schulz_ns / 1e6:.1f}",
+        f"{step_ns / 1e6:.1f}",
+        f"{staging_bytes / 1e9:.1f}",
     ]
 
 
