@@ -101,5 +101,4 @@ def _settings(cfg: Any) -> Mapping[str, Any]:
     """Merge the settings of checkpoints, model and optimizer into one table."""
     # Later releases keep the settings of layers inside of the model's.
     model = getattr(cfg.model, "transformer", cfg.model)
-    optimizer = {**vars(cfg.optimizer), "optimizer": cfg.optimizer.optimizer.removeprefix("dist_")}
-    return {**vars(cfg.checkpoint), **vars(model), **vars(cfg.ddp), **optimizer}
+    return {**vars(cfg.checkpoint), **vars(model), **vars(cfg.ddp), **vars(cfg.optimizer)}

@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chained optimizer of a Megatron-FSDP model: Muon and scalar optimizers in one step.
 
-Gradients are checked on all ranks before anything is clipped or updated: clipping by a norm that is
-NaN would carry it into every parameter.
+Gradients are checked on all ranks before anything is updated. Their norm is not finite if one of
+them is not, so the norm that clipping needs also finds NaN and Inf, without a second pass. With
+Transformer Engine it stays on the device, and clipping is launched before the host reads the flag.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     preprocess_state_dict_for_uneven_dtensor,
 )
@@ -35,8 +38,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     A step::
 
         finish_grad_sync()                     reduce and attach gradients, if the loop has not
-        check of all gradients
-        norm of all gradients, clipping
+        norm of all gradients, clipping, and a check of all gradients
         muon_step.step()                       all Muon optimizers, through one exchange
         step() of the scalar optimizers
         QK-clip of main weights, if it is on
@@ -68,6 +70,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     # True from the first change of a step to its end. After an error in between it is unknown which
     # weights and state have changed.
     _is_changing: bool = False
+    _problems: list[str]  # of this rank's gradients, in this step
+    _norm: float | torch.Tensor | None  # of this step's gradients; None until it is known
 
     def __init__(
         self,
@@ -92,10 +96,45 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Reduce and attach gradients, reserve the memory of a step, and check both on all ranks.
+        """Reduce and attach gradients, reserve the memory of a step, and record problems.
 
         Returns:
             Whether an overflow was found: always False, without loss scaling.
+        """
+        problems = [problem for chunk in self._chunks for problem in chunk.finish_gradients()]
+        if self.muon_step is not None:
+            elementwise = (torch.optim.Adam, torch.optim.AdamW, FSDPLion)
+            # Not Transformer Engine's Adam: its fused kernel allocates nothing.
+            others = [
+                c.optimizer for c in self.chained_optimizers if isinstance(c.optimizer, elementwise)
+            ]
+            problems += self.muon_step.reserve(elementwise_bytes(others, current_device()))
+        problems += alignment_problems(self.model_chunks[0].config)
+        if self._is_changing:
+            problems.append(INTERRUPTED)
+        problems += [
+            f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
+            "got None"
+            for param, fqn in self._fqns.items()
+            if param.grad is None and param._local_tensor.numel()
+        ]
+        self._problems, self._norm = problems, None
+        # Upstream reads main_grad of every parameter, which Megatron-FSDP does not set.
+        return False
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float | torch.Tensor:
+        """Return the norm of all gradients, which tells if one of them is not finite."""
+        norm: float | torch.Tensor = super().get_grad_norm()
+        if isinstance(norm, torch.Tensor):
+            # Clipping by NaN would turn all gradients into NaN, and hide which one was. By Inf it
+            # turns those that are finite into zero.
+            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
+        self._norm = norm
+        return norm
+
+    def _raise_where_gradients_fail(self) -> None:
+        """Raise on all ranks where one has a problem.
 
         Raises:
             RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
@@ -103,32 +142,27 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 gradients unreduced over the outer ranks, or when the last step failed in the
                 middle. Nothing was updated.
 
-        Communication: one all-reduce of a single int32 over all ranks of the job.
+        Communication: one all-reduce of a single float32 over all ranks of the job.
         """
-        problems = [each for chunk in self._chunks for each in chunk.finish_gradients()]
-        device = current_device()
-        if self.muon_step is not None:
-            elementwise = (torch.optim.Adam, torch.optim.AdamW, FSDPLion)
-            # Not Transformer Engine's Adam: its fused kernel allocates nothing.
-            others = [
-                c.optimizer for c in self.chained_optimizers if isinstance(c.optimizer, elementwise)
-            ]
-            problems += self.muon_step.reserve(elementwise_bytes(others, device))
-        problems += alignment_problems(self.model_chunks[0].config)
-        if self._is_changing:
-            problems.append(INTERRUPTED)
-        grads = []
-        for param, fqn in self._fqns.items():
-            shard = param._local_tensor
-            if shard.numel() and param.grad is not None:
-                grads.append((fqn, param.grad._local_tensor))
-            elif shard.numel():
-                problems.append(
-                    f"{fqn}: expected a gradient on a shard of shape {tuple(shard.shape)}, got None"
-                )
-        not_finite = find_not_finite(grads, device)
+        norm: float | torch.Tensor = 0.0
+        grads, device = [], current_device()
+        if self._norm is None:
+            # Without clipping or logging nobody asks for the norm.
+            grads = self._gradients(self._fqns)
+        elif not self._problems:
+            norm, grads = self._norm, self._gradients(self._uncounted)
+        # Zero times Inf or NaN is NaN, and so is every sum with it. Not torch.tensor, for whose
+        # copy the host would wait.
+        total = torch.full((1,), len(self._problems), dtype=torch.float32, device=device)
+        total += norm * 0.0
+        if grads:
+            total += torch.stack(torch._foreach_norm([grad for _, grad in grads])).mul_(0.0).sum()
+        dist.all_reduce(total)
+        if total.item() == 0.0:
+            return
+        not_finite = find_not_finite(self._gradients(self._fqns), device)
         raise_where_any_rank_fails(
-            problems,
+            self._problems,
             None,
             device,
             "Every trainable parameter needs a finite, reduced gradient before step(): call "
@@ -137,24 +171,30 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             num_device_problems=not_finite.number,
             describe=not_finite.explain,
         )
-        # Upstream reads main_grad of every parameter, which Megatron-FSDP does not set.
-        return False
+        raise RuntimeError(
+            "gradient norm: expected a finite one, got inf, though every gradient is finite: they "
+            "are so large that their squares overflow. Lower the learning rate, or scale the loss "
+            "down. Nothing was updated."
+        )
 
-    @torch.no_grad()
-    def get_grad_norm(self) -> float | torch.Tensor:
-        """Return the norm of all gradients, which ``prepare_grads()`` has checked.
+    @functools.cached_property
+    def _uncounted(self) -> list[Any]:
+        """Parameters whose gradients the norm leaves out; asked for once all gradients exist.
 
-        Raises:
-            RuntimeError: It is not finite.
+        Cached: upstream's rule reads attributes of parameters, a few microseconds for each.
         """
-        norm: float | torch.Tensor = super().get_grad_norm()
-        if not math.isfinite(norm):
-            raise RuntimeError(
-                f"gradient norm: expected a finite one, got {float(norm)}, though every gradient "
-                "is finite: they are so large that their squares overflow. Lower the learning "
-                "rate, or scale the loss down. Nothing was updated."
-            )
-        return norm
+        children = self.chained_optimizers
+        counted = {id(grad) for child in children for grad in child.get_grads_for_grad_norm()}
+        held = [param for param in self._fqns if param.grad is not None]
+        return [param for param in held if id(param.grad._local_tensor) not in counted]
+
+    def _gradients(self, params: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+        """Return names and local gradients of parameters with rows on this rank."""
+        return [
+            (self._fqns[param], param.grad._local_tensor)
+            for param in params
+            if param.grad is not None and param._local_tensor.numel()
+        ]
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
@@ -165,10 +205,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             in gradients where ``log_num_zeros_in_grad`` is set.
 
         Raises:
-            RuntimeError: As ``prepare_grads()`` and ``get_grad_norm()``.
+            RuntimeError: As ``step_with_ready_grads()``.
         """
         try:
-            return super().step()
+            result = super().step()
+            if not result[0]:
+                # Upstream skips a norm above its threshold, and one that is not finite with it.
+                self._raise_where_gradients_fail()
+            return result
         finally:
             # After a step that upstream skips too, as its norm is above the threshold. A step that
             # failed in the middle may have left collectives that use the memory.
@@ -181,7 +225,11 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Returns:
             True; an optimizer that fails raises before any weight is installed.
+
+        Raises:
+            RuntimeError: See ``_raise_where_gradients_fail()``.
         """
+        self._raise_where_gradients_fail()
         self._is_changing = True
         if self.muon_step is not None:
             self.muon_step.step()

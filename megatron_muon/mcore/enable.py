@@ -33,7 +33,8 @@ def enable() -> None:
     except ImportError as error:
         problem = f"megatron-core: expected the names that Muon imports, found {error}."
         raise IncompatibleMegatronError([problem]) from error
-    PATCHED.update(PATCHES)
+    PATCHED.known = PATCHES
+    PATCHED.update()
 
 
 def disable() -> None:

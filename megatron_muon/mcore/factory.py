@@ -71,8 +71,8 @@ def build_megatron_fsdp_emerging_optimizer(
     Args:
         config: Optimizer configuration; the ``muon_*`` fields have the same meaning as under DDP.
             ``muon_momentum`` is 0.95 by default, Megatron's flag ``--muon-momentum`` 0.9. The
-            optimizer ``dist_muon`` means ``muon``. Attributes with the names of ``MuonOptions`` are
-            read, which trainers set by flags or YAML, and a script like any attribute.
+            optimizer ``dist_muon`` becomes ``muon``. Attributes with the names of ``MuonOptions``
+            are read, which trainers set by flags or YAML, and a script like any attribute.
         model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.
@@ -96,8 +96,8 @@ def build_megatron_fsdp_emerging_optimizer(
     if is_v2(model_chunks[0]) and PATCHED.v2_problems:
         raise IncompatibleMegatronError(PATCHED.v2_problems)
     if config.optimizer == "dist_muon":
-        # Bridge's recipes say so; Megatron-FSDP has already sharded what the prefix would.
-        config = copy.copy(config)
+        # Bridge's recipes say so; Megatron-FSDP has already sharded what the prefix would. In
+        # place: a trainer may set attributes of its configuration later.
         config.optimizer = "muon"
     options = MuonOptions.of(config)
     parts = (model_chunks[0].config, model_chunks[0].ddp_config, config)

@@ -108,16 +108,12 @@ class Patches:
     # Holder, name, value before and value after of every replacement.
     _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
 
-    def update(self, known: Sequence[Patch] | None = None) -> None:
-        """Apply the patches that are needed by now, as of modules that were imported since.
-
-        Args:
-            known: All patches; None for those of the call before.
+    def update(self) -> None:
+        """Apply the known patches that are needed by now, as of modules that were imported since.
 
         Raises:
             IncompatibleMegatronError: A target differs from the tested ones; nothing was changed.
         """
-        self.known = self.known if known is None else known
         needed = [patch for patch in self.known if patch not in self.applied and patch.is_needed()]
         of_v2 = [patch for patch in needed if patch.applies_to == "v2"]
         if problems := [text for p in needed if p not in of_v2 for text in p.problems()]:

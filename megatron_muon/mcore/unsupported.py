@@ -152,6 +152,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "replaying a graph skips the Python hooks that reduce and attach gradients",
         "use --cuda-graph-impl none, or graphs of layers, which no test covers",
     ),
+    Unsupported(
+        "use_layer_wise_distributed_optimizer",
+        "use_layer_wise_distributed_optimizer",
+        "it assigns whole layers to ranks, and Megatron-FSDP has already sharded their rows",
+        "drop it; rows stay sharded under --use-megatron-fsdp",
+    ),
     *FSDP_UNSUPPORTED,
     Unsupported(
         "ddp_config.megatron_fsdp_use_decoupled_grad",

@@ -221,7 +221,10 @@ def test_tunable_kernels_are_refused_on_all_ranks():
 # Two of the table that test_arguments.py has.
 REFUSED_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "soap": ({"optimizer": "soap"}, "it has no implementation over row shards"),
-    "graph": ({"optimizer_cuda_graph": True}, "the step checks gradients on the host"),
+    "layer-wise": (
+        {"use_layer_wise_distributed_optimizer": True},
+        "Megatron-FSDP has already sharded",
+    ),
 }
 # The type decides rather than attribute names; version 2 has no wrapper of Megatron; after a
 # forward pass the module holds raw parameters, and a step of those would train nothing.
