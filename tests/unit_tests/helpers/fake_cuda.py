@@ -241,7 +241,6 @@ def fake_cuda() -> Iterator[Recorder]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import optimizer
 
-    from megatron_muon.newton_schulz import standard
     from megatron_muon.runtime import row_kernel, row_moves
 
     recorder = Recorder()
@@ -280,7 +279,6 @@ def fake_cuda() -> Iterator[Recorder]:
         (torch, "zeros", pinned(torch.zeros)),
         # Parameters are of this class in place of Parameter.
         (optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
-        (standard, "_tall_steps_keep_bits", lambda shape, device: True),
         (DeviceMesh, "__init__", uncounted(DeviceMesh.__init__)),
         (row_moves, "uses_kernel", lambda device: device.type == "cuda"),
         (torch.Tensor, "data_ptr", lambda self: self.untyped_storage()._cdata),

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz on stacks: upstream's function, one matrix at a time, is the reference."""
 
-from unittest import mock
-
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -79,35 +77,6 @@ def test_least_norm_is_that_of_the_installed_release(monkeypatch):
         monkeypatch.setattr(muon_utils, "newton_schulz", lambda x, eps=eps: x)
         assert least_norm() == eps
     least_norm.cache_clear()
-
-
-@pytest.mark.parametrize("shape", [(48, 24), (3, 48, 24), (130, 67)])
-def test_steps_of_tall_matrices_are_those_of_transposed_ones(shape):
-    """Steps of tall matrices equal those of transposed ones in float64."""
-    x = torch.randn(shape, dtype=torch.float64) / 40
-    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
-    expected = step(x.mT, 3.4, -4.8, 2.0).mT
-    torch.testing.assert_close(standard._tall_step(x, 3.4, -4.8, 2.0), expected, rtol=0, atol=1e-14)
-
-
-def test_tall_matrices_are_transposed_where_bits_would_change():
-    """Tall matrices are transposed if their steps differ in a single bit."""
-    shape, cpu = torch.Size((64, 32)), torch.device("cpu")
-
-    def upstream(x: torch.Tensor, *coefficients: float) -> torch.Tensor:
-        return muon_utils.newton_schulz_step(x.mT, *coefficients).mT
-
-    def other(x: torch.Tensor, *coefficients: float) -> torch.Tensor:
-        """Change one element by a last bit."""
-        found = upstream(x, *coefficients).contiguous()
-        found.view(torch.int16)[5, 7] ^= 1
-        return found
-
-    for step, is_equal in ((upstream, True), (other, False)):
-        standard._tall_steps_keep_bits.cache_clear()
-        with mock.patch.object(standard, "_tall_step", step):
-            assert standard._tall_steps_keep_bits(shape, cpu) == is_equal
-    standard._tall_steps_keep_bits.cache_clear()
 
 
 def test_workspace_of_a_part_has_the_gram_matrix_of_the_whole():

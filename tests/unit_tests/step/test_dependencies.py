@@ -16,8 +16,6 @@ from helpers.later_releases import pretend_emerging_optimizers_0_5
 from helpers.ranks import run_ranks
 from torch.distributed.tensor import placement_types
 
-from megatron_muon import enable, is_enabled
-from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.step.dependencies import missing_names
 
@@ -32,6 +30,9 @@ from megatron_muon.step.dependencies import missing_names
 )
 def test_missing_name_is_an_error_with_its_package(owner, name, package, monkeypatch):
     """``enable()`` raises it too, and changes nothing."""
+    from megatron_muon import enable, is_enabled
+    from megatron_muon.mcore.versions import IncompatibleMegatronError
+
     assert missing_names() == []
     monkeypatch.delattr(owner, name)
     (error,) = missing_names()
