@@ -114,7 +114,7 @@ def test_package_draws_its_layers_in_their_order():
 
 
 def test_fsdp2_imports_no_code_of_megatron_and_no_tool():
-    """Whoever trains with plain FSDP2 loads the core alone."""
+    """Importing megatron_muon.fsdp2 loads the core alone."""
     code = "import sys, megatron_muon.fsdp2; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True

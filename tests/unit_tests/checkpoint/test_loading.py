@@ -297,7 +297,7 @@ def test_schedule_flags_choose_between_run_and_checkpoint(muon, plain_losses):
 
 
 def test_changed_momentum_flag_holds_and_is_said(muon):
-    """The checkpoint does not silently undo --muon-momentum."""
+    """--muon-momentum of this run holds, and a message names the checkpoint's."""
     run = _load(muon[1], "--muon-momentum", "0.5").check()
     text = "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
     assert text in run.outputs[0]

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.device import device, init_group
-from helpers.fsdp2_models import draw_grads, local, mixed_model, small_model
-from helpers.ranks import run_ranks
+from helpers.device import device
+from helpers.fsdp2_models import (
+    copies,
+    draw_grads,
+    equal,
+    error_of,
+    local,
+    mixed_model,
+    small_model,
+    step,
+)
+from helpers.ranks import cached_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -35,16 +44,16 @@ def test_schedule_changes_momentum_and_betas(name):
     model = mixed_model()
     theirs = copy.deepcopy(model)
     matrix, others = model.up.weight, [model.norm.weight, model.embed.weight]
-    copies = [theirs.norm.weight, theirs.embed.weight]
+    twins = [theirs.norm.weight, theirs.embed.weight]
     ours = MuonAdamW([{"params": [matrix]}, {"params": others, "algorithm": "adamw"}], lr=0.1)
     assert "momentum" not in ours.param_groups[1]
-    adamw = torch.optim.AdamW(copies, lr=0.1)
+    adamw = torch.optim.AdamW(twins, lr=0.1)
     # Its momentum is what that of Muon's group should be.
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     schedules = [SCHEDULES[name](each) for each in (ours, adamw, sgd)]
-    for step in range(6):
-        draw_grads([*others, matrix], step)
-        draw_grads(copies, step)
+    for number in range(6):
+        draw_grads([*others, matrix], number)
+        draw_grads(twins, number)
         for each in (ours, adamw, sgd):
             each.step()
         assert ours.param_groups[0]["momentum"] == sgd.param_groups[0]["momentum"]
@@ -52,7 +61,7 @@ def test_schedule_changes_momentum_and_betas(name):
         assert "betas" not in ours.param_groups[0]
         for schedule in schedules:
             schedule.step()
-    assert all(map(torch.equal, others, copies))
+    assert all(map(torch.equal, others, twins))
     # A run that resumes goes on with the momentum of the checkpoint.
     last = ours.param_groups[1]["momentum"]
     ours.load_state_dict(copy.deepcopy(ours.state_dict()))
@@ -65,20 +74,20 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
     optimizer = MuonAdamW.from_model(model, lr=0.1)
     other = copy.deepcopy(model)
     copied = copy.deepcopy(optimizer)
-    for group, copies in zip(optimizer.param_groups, copied.param_groups, strict=True):
+    for group, copied_group in zip(optimizer.param_groups, copied.param_groups, strict=True):
         by_name = dict(other.named_parameters())
-        copies["params"] = [by_name[name] for name in group["param_names"]]
+        copied_group["params"] = [by_name[name] for name in group["param_names"]]
     stream = io.BytesIO()
     torch.save(optimizer, stream)
     stream.seek(0)
     assert torch.load(stream, weights_only=False).algorithms == optimizer.algorithms
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, copied)]
-    for step in range(NUM_STEPS):
+    for number in range(NUM_STEPS):
         for each, scheduled, schedule in (
             (model, optimizer, schedules[0]),
             (other, copied, schedules[1]),
         ):
-            draw_grads(each.parameters(), step)
+            draw_grads(each.parameters(), number)
             scheduled.step()
             schedule.step()
     assert {group["lr"] for group in optimizer.param_groups} == {0.1 * 0.5**NUM_STEPS}
@@ -90,7 +99,7 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
 
 @pytest.mark.parametrize("elementwise", ["adamw", "lion"])
 def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
-    """Global hooks run once a step, and not for inner optimizers."""
+    """Global hooks run once a step, and not for inner optimizers or probes."""
     model = mixed_model()
     optimizer = MuonAdamW.from_model(model, lr=0.1, elementwise=elementwise)
     before: list[Any] = []
@@ -106,8 +115,8 @@ def test_hooks_of_all_optimizers_run_once_a_step(elementwise):
         register_optimizer_step_post_hook(after),
     ]
     try:
-        for step in range(2):
-            draw_grads(params, step)
+        for number in range(2):
+            draw_grads(params, number)
             before[:] = [param.detach().clone() for param in params]
             optimizer.step()
     finally:
@@ -132,7 +141,6 @@ def test_groups_may_be_added_until_the_first_step():
 
 
 def _compiled() -> None:
-    init_group()
     # Other tests run without the compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
     stepped = []
@@ -140,22 +148,15 @@ def _compiled() -> None:
         model = small_model(is_sharded=True)
         optimizer = MuonAdamW.from_model(model, lr=0.1)
         optimizer.step = compile_step(optimizer.step, backend="eager")
-        for step in range(2):
-            draw_grads(model.parameters(), step)
-            optimizer.step()
-        stepped.append([local(param).detach() for param in model.parameters()])
-    assert all(map(torch.equal, *stepped))
-
-
-@pytest.mark.ranks
-def test_step_may_be_compiled():
-    """A compiled step has the bits of an eager one, the first step included."""
-    run_ranks(2, _compiled).check()
+        for seed in range(2):
+            step(model, optimizer, seed)
+        stepped.append(copies(model, optimizer))
+    assert equal(*stepped)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def _late() -> None:
     """Build it over plain parameters, swap them as accelerate does, and step."""
-    init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     late, early = mixed_model(), mixed_model()
     optimizer = MuonAdamW.from_model(late, lr=0.1)
@@ -168,10 +169,9 @@ def _late() -> None:
     for group, of_group in zip(optimizer.param_groups, names, strict=True):
         group["params"] = [by_name[name] for name in of_group]
     reference = MuonAdamW.from_model(early, lr=0.1)
-    for step in range(NUM_STEPS):
-        for model, each in ((late, optimizer), (early, reference)):
-            draw_grads(model.parameters(), step)
-            each.step()
+    for seed in range(NUM_STEPS):
+        for run in ((late, optimizer), (early, reference)):
+            step(*run, seed)
     # Entries of the plain parameters were left, and named nobody.
     assert len(optimizer.state_dict()["state"]) == len(list(late.parameters())) == 10
     for own, other in zip(late.parameters(), early.parameters(), strict=True):
@@ -181,25 +181,30 @@ def _late() -> None:
         group = optimizer.param_groups[optimizer.algorithms.index("muon")]
         group["params"] = list(reversed(group["params"]))
     draw_grads(late.parameters(), 0)
-    with pytest.raises(RuntimeError) as error:
-        optimizer.step()
     said = "rank 1: param_groups: expected the parameters of the first step"
-    assert said in str(error.value)
+    assert said in error_of(optimizer.step)
     for shape, said in (
         ((4, 4), "w: expected a DTensor in a job of 2 ranks"),
         ((4,), "w: expected a matrix"),
     ):
         param = torch.nn.Parameter(torch.ones(shape, device=device()))
         param.grad = torch.ones_like(param)
-        with pytest.raises(RuntimeError) as error:
-            MuonAdamW([{"params": [("w", param)], "algorithm": "muon"}]).step()
-        assert said in str(error.value)
+        assert said in error_of(MuonAdamW([{"params": [("w", param)], "algorithm": "muon"}]).step)
+
+
+results = cached_cases({2: {"compiled": _compiled, "late": _late}})
+
+
+@pytest.mark.ranks
+def test_step_may_be_compiled():
+    """A compiled step has the bits of an eager one, the first step included."""
+    assert results(2)["compiled"] == [None] * 2
 
 
 @pytest.mark.ranks
 def test_parameters_may_become_shards_before_the_first_step():
     """Parameters may become shards until the first step, as under accelerate, and not later."""
-    run_ranks(2, _late).check()
+    assert results(2)["late"] == [None] * 2
 
 
 def test_summary_numbers_parameters_as_errors_do():

@@ -71,7 +71,7 @@ def _set_grads(optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_weights_in_bfloat16_are_compared_in_the_first_step_alone():
-    """A later step compares no weight with its copy, which took 7 bytes an element."""
+    """Later steps compare no weight with its copy, which would take 7 bytes an element."""
     with fake_cuda() as recorder:
         optimizer = ON_GPU.muon(torch.bfloat16)
         for num_compared in (len(ON_GPU.shapes), 0):

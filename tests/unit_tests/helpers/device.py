@@ -61,7 +61,6 @@ PIECES: dict[str, tuple[str, ...]] = {
         "mcore/test_fsdp_model.py",
         "mcore/test_chained_optimizer.py",
         "mcore/test_gradient_faults.py",
-        "mcore/test_splits.py",
     ),
     "fsdp2": (
         "fsdp2/test_layouts.py",

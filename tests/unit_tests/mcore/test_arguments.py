@@ -149,7 +149,7 @@ def test_all_refusals_are_reported_together():
 
 @pytest.mark.parametrize(("flags", "message"), MISTYPED.items(), ids=lambda value: value[0])
 def test_mistyped_flag_is_named_below_one_line_of_usage(flags, message):
-    """Each rank printed all of Megatron's flags, 1,606 lines, and what was wrong below them."""
+    """A mistyped flag is one line with a suggestion, not all of Megatron's flags."""
     usage, line = refusals()[tuple(fsdp_toy_gpt(ZERO_3, *flags))].splitlines()
     assert message in line and "[FLAGS]; --help lists them" in usage
 

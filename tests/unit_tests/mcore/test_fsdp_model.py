@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.device import kind
 from helpers.megatron_fsdp import ShardedNet
 from helpers.ranks import cached_cases
 from helpers.sharded_muon import Optimizers, step_both
@@ -260,11 +261,13 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
 CASES: dict[int, dict[str, Any]] = {
     2: {},
     3: {},
-    4: {"attributes": _copy_attributes, "gradients": _cast},
+    4: {},
 }
 for _name, (_size, *_args) in SHARDINGS.items():
     CASES[_size][_name] = functools.partial(_step, *_args)
-for _name, (_size, _sharding, _settings, _, _) in LAYOUTS.items():
+if kind() == "cpu":
+    CASES[4] |= {"attributes": _copy_attributes, "gradients": _cast}
+for _name, (_size, _sharding, _settings, _, _) in LAYOUTS.items() if kind() == "cpu" else ():
     CASES[_size][f"collectives {_name}"] = functools.partial(_trace, _sharding, _settings)
 results = cached_cases(CASES)
 
@@ -283,12 +286,14 @@ def test_steps_on_megatron_fsdp_shards_equal_whole_matrices(name):
     assert (sum(empty for _, empty, _, _ in by_rank) > 0) == (not name.startswith("zero0"))
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("name", ["attributes", "gradients"])
 def test_shards_have_attributes_of_megatron_and_gradients_in_fp32(name):
     """Shards get Megatron's attributes; gradients are cast, or refused if replicas differ."""
     assert results(4)[name] == [None] * 4
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_are_those_of_the_document(layout):
     """The collectives of a step are those of docs/communication.md."""

@@ -100,7 +100,7 @@ def test_patch_waits_for_the_import_of_its_module(stub, monkeypatch):
 
 
 def test_replacement_for_the_time_of_a_call_ends_with_it(stub):
-    """It is in the list, and is not applied with the others."""
+    """A replacement for the time of a call is listed, and not applied with the others."""
     patch = _patch("scale", applies_to="call")
     assert not patch.is_needed()
     with patching.replaced(patch):

@@ -248,7 +248,7 @@ def test_sums_of_the_gram_form_are_fp32_on_a_gpu():
 
 
 def test_shape_and_cost_choose_the_backend():
-    """Square matrices stay standard below the least side of the kernel; long ones are gram."""
+    """Square matrices stay standard below the kernels' break-even; long ones are gram."""
     cost = CostModel(backends=("standard", "symmetric", "gram"))
     assert cost.backend_of(1024, 1024) == "standard"
     assert cost.backend_of(8192, 8192) == "symmetric"
@@ -306,7 +306,7 @@ def test_kernel_is_compared_with_torch_at_construction():
 
 
 def test_kernel_has_one_tile_where_it_is_used():
-    """Tiles are chosen by timing: with others the bits of a run could change after a restart."""
+    """The kernel has one tile, since tiles chosen by timing could change bits after a restart."""
     sides = itertools.product((64, 128, 256), repeat=3)
     tiles = [{"TILE_M": m, "TILE_N": n, "TILE_K": k} for m, n, k in sides]
     prune = triton_kernels.syrk.prune_invalid_configs

@@ -88,7 +88,7 @@ assert run_ranks(2, importlib.util.find_spec, "megatron").check().results == [No
 @pytest.mark.slow
 @pytest.mark.cpu_only
 def test_ranks_start_without_megatron(tmp_path):
-    """Ranks of tests start in the environment of plain FSDP2, which has no megatron."""
+    """Ranks start where megatron is not installed."""
     # None is what Python documents for a module that shall not be found. Every process that the
     # tests start imports this file.
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['megatron'] = None\n")

@@ -6,7 +6,8 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collective_timing import collectives_run
-from helpers.ranks import run_ranks
+from helpers.device import kind
+from helpers.ranks import cached_cases, run_ranks
 from helpers.sharded_muon import build_optimizers, each_of, split_always, step_both
 
 from megatron_muon.tools.plan.rank_report import build_report
@@ -73,10 +75,8 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
 
 def test_bytes_at_the_collectives_are_those_of_the_plan():
     """The bytes at the collectives are those of the plan, without padding."""
-    grids = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
-    cases = list(itertools.product(("bf16", "fp32"), grids))
-    by_rank = run_ranks(4, each_of, _count_bytes, cases).check().results
-    for counted, (comm_dtype, grid) in zip(itertools.chain(*by_rank), 4 * cases, strict=True):
+    by_rank = results(4)["bytes"]
+    for counted, (comm_dtype, grid) in zip(itertools.chain(*by_rank), 4 * BYTES, strict=True):
         assert counted["moved"] == counted["planned"]
         assert counted["buckets"] > 1
         assert counted["messages"] <= 2 * counted["buckets"]
@@ -164,8 +164,7 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
 
 def test_staging_memory_is_freed_and_within_the_limit():
     """Staging memory is what the report says in a step, and freed between steps."""
-    run = run_ranks(2, each_of, _memory_of_steps, [[None], [35_000]]).check()
-    for (before, free, free_bytes), (after, limited, limited_bytes) in run.results:
+    for (before, free, free_bytes), (after, limited, limited_bytes) in results(2)["memory"]:
         assert before == after == 0
         # Without a limit it takes more: otherwise this would test nothing.
         assert 0 < limited == limited_bytes <= 35_000 < free == free_bytes
@@ -183,7 +182,7 @@ def _nan_in_one_matrix() -> list[str]:
 
 def test_nan_in_one_matrix_does_not_reach_another():
     """NaN in one matrix reaches no other."""
-    for (different,) in run_ranks(2, each_of, _nan_in_one_matrix, [[]]).check().results:
+    for different in results(2)["nan"]:
         assert {each.partition(":")[0] for each in different} == {"layer.0.weight"}
 
 
@@ -204,10 +203,7 @@ def _zero_gradients(comm_dtype: str) -> list[float]:
 
 def test_zero_gradients_give_a_zero_update():
     """Gradients of zero give an update of zero, as no norm divides by zero."""
-    run = run_ranks(3, each_of, _zero_gradients, [["bf16"], ["fp32"]]).check()
-    changes = [
-        change for of_dtypes in run.results for comm_dtype in of_dtypes for change in comm_dtype
-    ]
+    changes = [*itertools.chain(*itertools.chain(*results(3)["zeros"]))]
     assert changes and not any(changes)
 
 
@@ -224,7 +220,7 @@ def _step_after_an_abandoned_one() -> list[str]:
 
 def test_exception_in_a_step_leaves_nothing_to_the_next():
     """A step that ended early leaves no norms to the next one."""
-    assert run_ranks(1, each_of, _step_after_an_abandoned_one, [[]]).check().results == [[[]]]
+    assert results(1)["abandoned"] == [[]]
 
 
 def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
@@ -251,7 +247,29 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
 @pytest.mark.cpu_only
 def test_messages_of_an_abandoned_step_are_waited_for():
     """Messages of an abandoned step end before the next one uses their memory."""
-    grids = [[{}], [{"num_replicas": 2}]]
-    by_rank = run_ranks(2, each_of, _step_after_messages_were_left, grids).check().results
-    for under_way, different, breaches in itertools.chain(*by_rank):
+    for under_way, different, breaches in itertools.chain(*results(2)["messages"]):
         assert under_way > 0 and different == [] and breaches == []
+
+
+BYTES = list(
+    itertools.product(("bf16", "fp32"), ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2}))
+)
+
+
+def _each(function: Callable[..., Any], *cases: Sequence[Any]) -> list[Any]:
+    return [function(*case) for case in cases]
+
+
+_MESSAGES = partial(_each, _step_after_messages_were_left, [{}], [{"num_replicas": 2}])
+results = cached_cases(
+    {
+        1: {"abandoned": _step_after_an_abandoned_one},
+        2: {
+            "memory": partial(_each, _memory_of_steps, [None], [35_000]),
+            "nan": _nan_in_one_matrix,
+            **({"messages": _MESSAGES} if kind() == "cpu" else {}),
+        },
+        3: {"zeros": partial(_each, _zero_gradients, ["bf16"], ["fp32"])},
+        4: {"bytes": partial(_each, _count_bytes, *BYTES)},
+    }
+)

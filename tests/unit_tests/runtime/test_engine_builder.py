@@ -190,14 +190,17 @@ def _all(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[A
     return [function(*case) for case in cases]
 
 
+_OF_CPU_RANKS = {
+    "nodes": partial(_all, _ranks_per_node, [case[:2] for case in NODES]),
+    "backends": partial(_all, _build, [case for case, _ in BACKENDS]),
+    "differing": partial(_all, _build, list(DIFFERING.values())),
+}
 results = cached_cases(
     {
         2: {
             "memory": partial(_all, _error_without_memory, ALLOCATIONS),
             "limit": partial(_build_within_the_least, 1000),
-            "nodes": partial(_all, _ranks_per_node, [case[:2] for case in NODES]),
-            "backends": partial(_all, _build, [case for case, _ in BACKENDS]),
-            "differing": partial(_all, _build, list(DIFFERING.values())),
+            **(_OF_CPU_RANKS if kind() == "cpu" else {}),
         },
         # The last two ranks hold nothing of the one matrix of the last case.
         4: {
@@ -253,11 +256,13 @@ def test_infeasible_memory_limit_names_the_least_that_works():
         assert f"Set --muon-fsdp-staging-bytes to {least} or more" in refused
 
 
+@pytest.mark.cpu_only
 def test_ranks_a_node_are_those_of_the_launcher():
     """Ranks a node are the launcher's, unless the user says others."""
     assert results(2)["nodes"] == [[expected for *_, expected in NODES]] * 2
 
 
+@pytest.mark.cpu_only
 def test_ranks_use_the_backends_that_all_of_them_have():
     """Plans use the backends that all ranks have."""
     for found in results(2)["backends"]:
@@ -265,6 +270,7 @@ def test_ranks_use_the_backends_that_all_of_them_have():
         assert found[1][1] == found[4][1] == ["gram"] * 3
 
 
+@pytest.mark.cpu_only
 def test_setting_that_differs_on_one_rank_is_an_error_on_all():
     """A setting or backend that differs on one rank is an error on all."""
     for errors in results(2)["differing"]:

@@ -29,7 +29,7 @@ from megatron_muon.step.dependencies import missing_names
     ],
 )
 def test_missing_name_is_an_error_with_its_package(owner, name, package, monkeypatch):
-    """``enable()`` raises it too, and changes nothing."""
+    """A missing name is an error with its package, and enable() changes nothing."""
     from megatron_muon import enable, is_enabled
     from megatron_muon.mcore.versions import IncompatibleMegatronError
 
