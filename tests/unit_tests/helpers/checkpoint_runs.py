@@ -179,6 +179,23 @@ def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[s
     return whole
 
 
+def as_saved(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what ``gathered()`` does by the keys of a checkpoint."""
+    found = {}
+    for name, tensor in whole.items():
+        name, _, kind = name.rpartition(".")
+        prefix, suffix = f"optimizer.state.{name}", f".{kind}"
+        if kind == "param":
+            # In bf16 the optimizer sees one wrapper more than in fp32.
+            prefix, suffix = "model.module." + name.rpartition("module.")[2], ""
+        if "linear_fc1" in name:
+            halves = zip(("_w", "_v"), tensor.chunk(2), strict=True)
+            found |= {f"{prefix}{half}{suffix}": rows for half, rows in halves}
+        else:
+            found[f"{prefix}{suffix}"] = tensor
+    return found
+
+
 def joined(of_ranks: Sequence[Mapping[str, Shard]]) -> dict[str, torch.Tensor]:
     """Join the shards of all ranks, which agree where they overlap and leave nothing out."""
     whole: dict[str, torch.Tensor] = {}
