@@ -117,6 +117,8 @@ def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -
     ]
     missing = places.keys() - set().union(*(params for _, params in owned))
     owned = [(module, params) for module, params in owned if not any(params < p for _, p in owned)]
+    # The order of the collector differs between ranks.
+    owned.sort(key=lambda pair: min(places[param] for param in pair[1]))
     if len(owned) == 1 and not missing:
         return owned[0][0]
     if running is not None:
@@ -136,6 +138,4 @@ def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -
             f"of {[type(module).__name__ for module, _ in owned]}, with {num_shared} shared. Call "
             "MuonAdamW.from_model() with a module that has them all"
         )
-    # The order of the collector differs between ranks.
-    owned.sort(key=lambda pair: min(places[param] for param in pair[1]))
     return torch.nn.ModuleList(module for module, _ in owned)

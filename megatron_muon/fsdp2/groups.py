@@ -28,6 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from megatron_muon.fsdp2.fused import Layout, layout_of
 from megatron_muon.fsdp2.parameters import (
+    Group,
     as_split_sizes,
     partition_dim,
     planned_parameters,
@@ -296,10 +297,8 @@ def _choice(
 
 def name_against(names: Sequence[str], patterns: Iterable[str]) -> str | None:
     """Return the kind of the first pattern that one of the names matches, or None."""
-    for pattern in patterns:
-        if any(re.search(pattern, name) for name in names):
-            return _KINDS.get(pattern, f"name {pattern}")
-    return None
+    found = (p for p in patterns if any(re.search(p, name) for name in names))
+    return next((_KINDS.get(pattern, f"name {pattern}") for pattern in found), None)
 
 
 def parameter_groups(
@@ -343,7 +342,7 @@ def _splits_of(choice: Choice) -> str:
     return f', or the outputs of its parts, as splits={{r"\\b{leaf}\\b": {sizes}}}'
 
 
-def refuse_to_guess(groups: Sequence[Mapping[str, Any]]) -> None:
+def refuse_to_guess(groups: Sequence[Group]) -> None:
     """Raise a ValueError for parameters whose names and shapes are not those of matrices."""
     for group in groups:
         for parameter in planned_parameters([group]):

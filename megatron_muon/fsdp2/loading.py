@@ -6,11 +6,13 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_muon.fsdp2.parameters import (
+    Group,
+    State,
     planned_parameters,
     without_wrappers,
 )
@@ -33,28 +35,14 @@ ADVICE = (
 )
 
 
-class Arranged(NamedTuple):
-    """A loaded state, by the parameters and groups of an optimizer.
-
-    Args:
-        state: State by parameter.
-        groups: Parameter groups.
-        problems: Errors, as sentences.
-    """
-
-    state: dict[torch.Tensor, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    problems: list[str]
-
-
 def arranged(
-    own_groups: Sequence[Mapping[str, Any]],
+    own_groups: Sequence[Group],
     algorithms: Sequence[str],
-    settings: Mapping[str, Any],
+    settings: Group,
     state_dict: Mapping[str, Any],
-    fresh: Mapping[torch.Tensor, Mapping[str, Any]],
+    fresh: State,
     fresh_if_moved: bool,
-) -> Arranged:
+) -> tuple[dict[torch.Tensor, dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Arrange a state by the parameter groups of an optimizer.
 
     Args:
@@ -64,6 +52,9 @@ def arranged(
         state_dict: The state to load.
         fresh: The current state of Muon's parameters, for keys and shapes.
         fresh_if_moved: Whether parameters that have moved get fresh state, with a warning.
+
+    Returns:
+        State, groups, and errors as sentences.
     """
     names = {each.param: each.name for each in planned_parameters(own_groups)}
     saved_params = _saved_params(state_dict["param_groups"], [*names.values()])
@@ -84,7 +75,7 @@ def arranged(
             has_none = not saved and not param.requires_grad
             if problem and not has_none and (saved or key is None or current):
                 problems.append(f"{names[param]}: {problem}")
-                loaded = {key: torch.zeros_like(value) for key, value in current.items()}
+                loaded = {}
             # state_dict() looks for all parameters in it, which accelerate replaces after a load.
             if loaded:
                 state[param] = loaded
@@ -109,10 +100,10 @@ def arranged(
     if fresh_if_moved and problems:
         warnings.warn("fresh state, or values of this run:\n" + "\n".join(problems), stacklevel=4)
         problems = []
-    return Arranged(state, groups, problems)
+    return state, groups, problems
 
 
-def _placed(key: str, value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _placed(key: str, value: Any, param: torch.Tensor, group: Group) -> Any:  # noqa: ANN401
     """Return a value of a state where its optimizer has it, as torch's load does.
 
     Momentum and copies of Muon keep their dtypes.
@@ -150,9 +141,7 @@ def _without_wrappers(names: Sequence[str]) -> list[str]:
     return [own if counts[own] == 1 else name for name, own in zip(names, short, strict=True)]
 
 
-def _problem(
-    param: torch.Tensor, algorithm: str, current: Mapping[str, Any], saved: Mapping[str, Any]
-) -> str | None:
+def _problem(param: torch.Tensor, algorithm: str, current: Group, saved: Group) -> str | None:
     """Describe a mismatch of a state and its parameter, or return None."""
     keys = saved.keys() & _MUON_KEYS.union(*_KEYS.values())
     expected = _KEYS.get(algorithm, current.keys())
@@ -181,8 +170,8 @@ def _traits(value: Any) -> Any:  # noqa: ANN401 - of users
 
 def follow_elementwise(
     algorithms: Iterable[str],
-    groups: Iterable[Mapping[str, Any]],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    groups: Iterable[Group],
+    state: State,
 ) -> tuple[list[str], set[torch.Tensor]]:
     """Return problems of the state of AdamW and Lion, and parameters that get a fresh one.
 

@@ -13,12 +13,11 @@ from torch.optim.optimizer import ParamsT
 from megatron_muon.fsdp2.gradients import Agreement, by_holders, refuse_grad_scaler
 from megatron_muon.fsdp2.loading import (
     ADVICE,
-    Arranged,
     after_pre_hooks,
     arranged,
     call_post_hooks,
 )
-from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
+from megatron_muon.fsdp2.parameters import Group, planned_parameters, view_parameters
 from megatron_muon.fsdp2.settings import (
     MuonArguments,
     group_problems,
@@ -108,7 +107,7 @@ class Muon(WholeMatrixMuon):
         momentum: float = 0.95,
         weight_decay: float = 0.01,
         *,
-        others: Sequence[Mapping[str, Any]] = (),
+        others: Sequence[Group] = (),
         **options: Any,  # noqa: ANN401 - of MuonArguments, by name
     ) -> None:
         arguments = MuonArguments(**options)
@@ -245,7 +244,8 @@ class Muon(WholeMatrixMuon):
         has_state = bool(problems or state_dict.get("state", True))
         if self._agreement.holders:
             has_state = any(gather_objects(has_state, step.group))
-        loaded = Arranged({}, [], list(problems))
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
         # The state views these tensors, and a load copies into them.
         moments: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
@@ -253,7 +253,7 @@ class Muon(WholeMatrixMuon):
             if not problems:
                 # Without state that was removed no key would be expected.
                 step.follow_state()
-                loaded = arranged(
+                state, groups, problems = arranged(
                     optimizer.param_groups,
                     algorithms,
                     self._settings,
@@ -261,22 +261,22 @@ class Muon(WholeMatrixMuon):
                     self.state if has_state else {},
                     self.fresh_if_moved,
                 )
-            if not loaded.problems:
-                step.complete_state(loaded.state)
+            if not problems:
+                step.complete_state(state)
         # Any error: other ranks may have loaded theirs.
         except Exception as error:
-            loaded = Arranged({}, [], [first_line(error)])
+            problems = [first_line(error)]
         try:
             # A rank without parameters has no group to agree with.
             if self._agreement.holders:
-                raise_where_any_rank_fails(loaded.problems, step.group, step.device, ADVICE)
-            elif loaded.problems:
-                raise RuntimeError("\n".join([*loaded.problems, ADVICE]))
+                raise_where_any_rank_fails(problems, step.group, step.device, ADVICE)
+            elif problems:
+                raise RuntimeError("\n".join([*problems, ADVICE]))
         except RuntimeError:
             for values, old in moments:
                 values.copy_(old)
             raise
-        optimizer.state, optimizer.param_groups = defaultdict(dict, loaded.state), loaded.groups
+        optimizer.state, optimizer.param_groups = defaultdict(dict, state), groups
         self.state = optimizer.state
         self._is_changing = False
         step.removed.clear()

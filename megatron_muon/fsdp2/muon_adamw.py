@@ -16,7 +16,6 @@ from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose, refuse_to_guess
 from megatron_muon.fsdp2.loading import (
     ADVICE,
-    Arranged,
     after_pre_hooks,
     arranged,
     call_post_hooks,
@@ -351,9 +350,9 @@ class MuonAdamW(torch.optim.Optimizer):
             if not self._has_stepped:
                 self.state = defaultdict(dict)
         else:
-            loaded = Arranged({}, [], [])
+            groups: list[dict[str, Any]] = []
             try:
-                loaded = arranged(
+                _, groups, problems = arranged(
                     self.param_groups,
                     self.algorithms,
                     self._settings,
@@ -363,10 +362,10 @@ class MuonAdamW(torch.optim.Optimizer):
                 )
             # Other ranks may have loaded theirs.
             except (KeyError, TypeError, ValueError) as error:
-                loaded.problems.append(first_line(error))
-            if of_all_ranks := dict.fromkeys(itertools.chain(*gather_objects(loaded.problems))):
+                problems = [first_line(error)]
+            if of_all_ranks := dict.fromkeys(itertools.chain(*gather_objects(problems))):
                 raise RuntimeError("\n".join([*of_all_ranks, ADVICE]))
-            self.param_groups = loaded.groups
+            self.param_groups = groups
         call_post_hooks(self)
 
     def __getstate__(self) -> dict[str, Any]:

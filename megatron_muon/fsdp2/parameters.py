@@ -40,6 +40,9 @@ from megatron_muon.rows.parameters import (
 from megatron_muon.runtime.agreement import gather_objects, own_rank
 from megatron_muon.runtime.tensors import local_tensor
 
+# A parameter group, or settings of all of them, by key; state by parameter and key.
+Group = Mapping[str, Any]
+State = Mapping[torch.Tensor, Mapping[str, Any]]
 # Modules of torch.compile, DDP, FSDP1, activation checkpointing and LoRA.
 _WRAPPERS = re.compile(
     r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer|"
@@ -57,7 +60,7 @@ def as_split_sizes(sizes: Any) -> Any:  # noqa: ANN401 - not validated yet
     return tuple(sizes) if isinstance(sizes, list | tuple) else sizes
 
 
-def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
+def planned_parameters(param_groups: Sequence[Group]) -> Iterator[PlannedParameter]:
     """Yield the parameters of groups, viewed as they are."""
     numbers = itertools.count()
     for group in param_groups:

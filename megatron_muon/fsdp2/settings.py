@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
@@ -18,7 +18,7 @@ from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from emerging_optimizers.utils import FP32MatmulPrecT
 
 from megatron_muon.fsdp2.gradients import CHECKS
-from megatron_muon.fsdp2.parameters import as_split_sizes
+from megatron_muon.fsdp2.parameters import Group, as_split_sizes
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.step.elementwise import (
@@ -55,7 +55,7 @@ _RENAMED = {
     "wd": "weight_decay",
 }
 # Keys of a group of Muon that decide the plan, with their defaults.
-PLANNED: Mapping[str, Any] = {"split_sizes": None, "transposed": False, "flatten": False}
+PLANNED: Group = {"split_sizes": None, "transposed": False, "flatten": False}
 _ADAMW = frozenset(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
 _COMMON = {"params", "param_names", "lr", "weight_decay"}
 # Numbers from 0 on, and their ends.
@@ -69,7 +69,7 @@ _READ = {
 
 
 def key_problems(
-    group: Mapping[str, Any], algorithm: str, settings: Mapping[str, Any], *, is_new: bool = False
+    group: Group, algorithm: str, settings: Group, *, is_new: bool = False
 ) -> list[str]:
     """List keys of a parameter group that a step would ignore, or cannot use, a sentence each.
 
@@ -106,13 +106,13 @@ def key_problems(
     return problems
 
 
-def layout_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def layout_of(group: Group) -> dict[str, Any]:
     """Return the keys of a group of Muon that decide the plan."""
     return {key: as_split_sizes(group.get(key, value)) for key, value in PLANNED.items()}
 
 
 def group_problems(
-    groups: Sequence[Mapping[str, Any]], algorithms: Iterable[str], settings: Mapping[str, Any]
+    groups: Sequence[Group], algorithms: Iterable[str], settings: Group
 ) -> list[str]:
     """List keys that a step would ignore; see ``key_problems()``."""
     return [
