@@ -5,8 +5,7 @@
 Files, each importing only those above it::
 
     verdicts  one check on all ranks together, and the table of their verdicts
-    parity    losses of a small GPT under Megatron-FSDP and under DDP; megatron
-    results   versions; kernels and steps, compared with whole matrices
+    results   versions; steps compared with whole matrices
     rates     of Newton-Schulz and of all-to-all
     command   starts ranks, and prints
 """

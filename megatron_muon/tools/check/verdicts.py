@@ -11,18 +11,18 @@ import torch.distributed as dist
 from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
 
 # From the best to the worst.
-_ORDER = ("PASS", "SKIP", "SLOW", "FAIL")
+_ORDER = ("PASS", "SKIP", "FAIL")
 
 
 class Finding(NamedTuple):
     """Result of a check on one rank, or the worst one of all ranks.
 
     Args:
-        verdict: ``SKIP`` where a requirement is missing that a run may not need.
+        verdict: ``SKIP`` where it cannot run here.
         text: Measured values, or the error and what to do.
     """
 
-    verdict: Literal["PASS", "SKIP", "SLOW", "FAIL"]
+    verdict: Literal["PASS", "SKIP", "FAIL"]
     text: str
 
 

@@ -21,7 +21,7 @@ from megatron_muon.mcore.checkpoint_folders import (
 from megatron_muon.mcore.checkpoint_reading import find_misfits, read_checkpoint
 from megatron_muon.tools.checkpoint.conversion import from_ddp, to_ddp
 from megatron_muon.tools.checkpoint.reading import find_problems
-from megatron_muon.tools.checkpoint.writing import Conversion
+from megatron_muon.tools.checkpoint.writing import write
 
 # Formats to convert to, and from.
 _SOURCES = {"fsdp_dtensor": "torch_dist", "torch_dist": "fsdp_dtensor"}
@@ -82,16 +82,14 @@ def _convert(options: argparse.Namespace) -> str:
         checkpoint = read_checkpoint(path)
         if problems := find_misfits(checkpoint):
             raise CheckpointError(problems[0])
-        conversion = Conversion(checkpoint)
-        common = (from_ddp if options.to == "fsdp_dtensor" else to_ddp)(conversion)
-        iteration = int(common["iteration"])
-        is_release = path.name == "release"
-        inner = folder / "release" if is_release else iteration_folder(folder, iteration)
-        conversion.write(inner)
+        convert = from_ddp if options.to == "fsdp_dtensor" else to_ddp
+        values, iteration = convert(checkpoint)
+        inner = iteration_folder(folder, iteration)
+        write(values, inner)
         if options.to == "torch_dist":
             text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
             (inner / "metadata.json").write_text(text)
-        (folder / TRACKER).write_text("release" if is_release else str(iteration))
+        (folder / TRACKER).write_text(str(iteration))
         if _stamps(path) != before:
             raise CheckpointError(
                 f"{path}: expected files that do not change while they are read, got new ones: "
@@ -125,7 +123,6 @@ def replacing(target: Path) -> Iterator[Path]:
         temporary.rename(target)
 
 
-def _stamps(folder: Path) -> set[tuple[Path, int, int, int]]:
-    """Return inode, size and time of change of every file."""
-    files = filter(Path.is_file, folder.iterdir())
-    return {(f, s.st_ino, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())}
+def _stamps(folder: Path) -> dict[Path, int]:
+    """Return the time of change of every file."""
+    return {path: path.stat().st_mtime_ns for path in filter(Path.is_file, folder.iterdir())}

@@ -19,7 +19,6 @@ have written.
 """
 
 import argparse
-import itertools
 import pickle
 import re
 from collections import defaultdict
@@ -32,7 +31,7 @@ from megatron_muon.mcore.checkpoint_folders import CheckpointError
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint
 from megatron_muon.tools.checkpoint.names import HALVES, parts_of, place_of, whole_box
 from megatron_muon.tools.checkpoint.reading import Inert, read_object
-from megatron_muon.tools.checkpoint.writing import Conversion
+from megatron_muon.tools.checkpoint.writing import LazyTensor, read
 
 _COMMON = "common_state/shard_0_1"
 _COUNTERS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
@@ -42,7 +41,7 @@ _DDP_WEIGHT = re.compile(r"(?P<name>(?!optimizer\.|chained_).+)$")
 _DDP_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)$")
 _FSDP_WEIGHT = re.compile(r"model\.(?:module\.)+(?P<name>(?!mtp\.).+)$")
 _FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)+(?P<name>.+)\.(?P<kind>[^.]+)$")
-_FSDP_SETTING = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)+(.+)\.([^.]+)$")
+_FSDP_SETTING = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)+(.+)\.[^.]+$")
 # Linear layers of Megatron's modules; they save nothing beside their weights.
 _WITHOUT_STATE = re.compile(r"(.*\.linear_[^.]+)\.weight$")
 # Buffers: no optimizer steps them.
@@ -52,90 +51,89 @@ _READ_ARGS = {
 }
 
 
-def from_ddp(conversion: Conversion) -> dict[str, Any]:
+def from_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
     """Plan a checkpoint for ``--use-megatron-fsdp``, without random states and group settings.
 
     Args:
-        conversion: Conversion of a checkpoint of the format ``torch_dist``.
+        checkpoint: Checkpoint of the format ``torch_dist``.
 
     Returns:
-        Values that all ranks share, ``iteration`` among them.
+        Tensors and objects by key, and the iteration.
 
     Raises:
         CheckpointError: A tensor or setting is missing or unknown.
     """
-    checkpoint, values = conversion.source, conversion.values
-    common = _common_of_ddp(checkpoint)
-    args = common["args"]
+    common, args = _common_of_ddp(checkpoint)
     weights, states = _by_parameter(checkpoint, _DDP_WEIGHT, _DDP_STATE)
     num_steps, is_by_group = _adam_steps(checkpoint, common)
     prefix = "optimizer.{}.module.module." + "module." * (args.bf16 or args.fp16)
     state, setting = prefix.format("state"), prefix.format("param_to_group_meta")
+    values: dict[str, Any] = {}
     for name, key in weights.items():
         kinds = states[name]
-        sources = {_MASTER: key} | kinds
-        parts = [*parts_of(name, checkpoint.tensors[key].size, args)]
-        for (kind, source), (own_name, shape) in itertools.product(sources.items(), parts):
+        for own_name, shape in parts_of(name, checkpoint.tensors[key].size, args):
             _, box, *_ = place_of(own_name, shape, args)
-            target = f"model.module.{own_name}" if kind == _MASTER else f"{state}{own_name}.{kind}"
-            conversion.copy(source, box, target, whole_box(shape), shape, torch.float32)
-        for own_name, _ in parts if kinds.keys() - {_MASTER} == _ADAM else ():
+            for kind, source in ({_MASTER: key} | kinds).items():
+                target = f"{state}{own_name}.{kind}"
+                if kind == _MASTER:
+                    target = f"model.module.{own_name}"
+                tensor = values[target] = LazyTensor(shape, torch.float32)
+                tensor.add(whole_box(shape), checkpoint, source, box)
             # Torch's Adam counts steps by parameter, Transformer Engine's by parameter group, and
             # group settings are not split.
-            if is_by_group:
+            if kinds.keys() - {_MASTER} == _ADAM and is_by_group:
                 for half in HALVES:
                     own_name = own_name.removesuffix(half)
                 values[f"{setting}{own_name}.{_STEP}"] = num_steps
-            else:
+            elif kinds.keys() - {_MASTER} == _ADAM:
                 values[f"{state}{own_name}.{_STEP}"] = torch.tensor(num_steps)
     values["args"] = argparse.Namespace(**vars(args), ckpt_format="fsdp_dtensor")
     values |= {key: common.get(key, 0) for key in _COUNTERS}
     schedule = common.get("opt_param_scheduler", {})
     values |= {f"opt_param_scheduler.{key}": value for key, value in schedule.items()}
-    return common
+    return values, int(common["iteration"])
 
 
-def to_ddp(conversion: Conversion) -> dict[str, Any]:
+def to_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
     """Plan a checkpoint for ``--optimizer muon`` under DDP, without random states.
 
     Args:
-        conversion: Conversion of a checkpoint of Megatron-FSDP, of the format ``fsdp_dtensor``.
+        checkpoint: Checkpoint of Megatron-FSDP, of the format ``fsdp_dtensor``.
 
     Returns:
-        Values that all ranks share, ``iteration`` among them.
+        Tensors and objects by key, and the iteration.
 
     Raises:
         CheckpointError: A tensor or setting is missing or unknown.
     """
-    checkpoint = conversion.source
     args = _plain_args(checkpoint, read_object(checkpoint, "args"))
     if args.fp16:
         raise CheckpointError(
             f"{checkpoint.folder}: expected args of a run in fp32 or bf16, got fp16."
         )
     weights, states = _by_parameter(checkpoint, _FSDP_WEIGHT, _FSDP_STATE)
-    common = _common_for_ddp(conversion, states, args)
-    params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    common = _common_for_ddp(checkpoint, states, args)
+    values: dict[str, Any] = {_COMMON: [common]}
     for name, key in weights.items():
         weight = checkpoint.tensors[key]
         stacked, box, shape, stack = place_of(name, weight.size, args)
         kinds = {kind: source for kind, source in states[name].items() if kind != _STEP}
         # Buffers keep their type.
-        own_dtype = params_dtype if kinds else weight.properties.dtype
+        dtype = weight.properties.dtype
         if args.bf16 and kinds:
-            kinds[_MASTER] = key
-        targets = [(stacked, key, own_dtype)] + [
-            (f"optimizer.state.{kind}.{stacked}", source, torch.float32)
-            for kind, source in kinds.items()
-        ]
-        for target, source, dtype in targets:
-            conversion.copy(source, whole_box(weight.size), target, box, shape, dtype)
+            kinds[_MASTER], dtype = key, torch.bfloat16
+        values.setdefault(stacked, LazyTensor(shape, dtype)).add(
+            box, checkpoint, key, whole_box(weight.size)
+        )
+        for kind, source in kinds.items():
+            values.setdefault(
+                f"optimizer.state.{kind}.{stacked}", LazyTensor(shape, torch.float32)
+            ).add(box, checkpoint, source, whole_box(weight.size))
         if args.transformer_impl == "local" and (match := _WITHOUT_STATE.match(stacked)):
             indices = box[0][: len(stack)]
             shard, num_shards = (".".join(map(str, n)) for n in (indices or (0,), stack or (1,)))
-            conversion.values[f"{match[1]}._extra_state/shard_{shard}_{num_shards}"] = [None]
-    conversion.values[_COMMON] = [common]
-    return common
+            values[f"{match[1]}._extra_state/shard_{shard}_{num_shards}"] = [None]
+    return values, int(common["iteration"])
 
 
 def _by_parameter(
@@ -162,22 +160,20 @@ def _by_parameter(
             )
     has_muon = False
     for name in {*weights, *states}:
-        kinds = states[name].keys() - {_MASTER, _STEP}
+        keys = {kind: key for kind, key in states[name].items() if kind != _STEP}
+        kinds = keys.keys() - {_MASTER}
         has_muon |= kinds == _MUON
         is_buffer = name.endswith(_BUFFERS) and not kinds
-        if name not in weights or not (is_buffer or kinds in (_MUON, _ADAM)):
+        shapes = {
+            checkpoint.tensors[key].size for key in (weights.get(name), *keys.values()) if key
+        }
+        if name not in weights or not (is_buffer or kinds in (_MUON, _ADAM)) or len(shapes) > 1:
             problems.append(
                 f"{name}: expected a weight with momentum_buffer of Muon, or "
-                f"{', '.join(sorted(_ADAM))} of Adam, got "
-                f"{', '.join(sorted(kinds)) or 'none of them'}. Only --optimizer muon is converted."
+                f"{', '.join(sorted(_ADAM))} of Adam, of one shape, got "
+                f"{', '.join(sorted(kinds)) or 'none of them'} and {sorted(map(tuple, shapes))}. "
+                "Only --optimizer muon is converted."
             )
-            continue
-        shape = checkpoint.tensors[weights[name]].size
-        problems += [
-            f"{key}: expected the shape of its weight, {tuple(shape)}, got another."
-            for kind, key in states[name].items()
-            if kind != _STEP and checkpoint.tensors[key].size != shape
-        ]
     if not has_muon:
         problems.append(f"{checkpoint.folder}: expected momentum of Muon, got none.")
     if problems:
@@ -201,8 +197,8 @@ def _plain_args(checkpoint: StoredCheckpoint, args: object) -> argparse.Namespac
     return argparse.Namespace(**plain)
 
 
-def _common_of_ddp(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """Return the values that all ranks of DDP share."""
+def _common_of_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], argparse.Namespace]:
+    """Return the values that all ranks of DDP share, and their arguments."""
     (common,) = read_object(checkpoint, _COMMON) or [{}]
     missing = [name for name in ("args", "iteration", "optimizer") if name not in common]
     if missing:
@@ -211,7 +207,7 @@ def _common_of_ddp(checkpoint: StoredCheckpoint) -> dict[str, Any]:
             f"{sorted(common) or 'nothing'}. Save weights and optimizer by Megatron-LM 0.19, "
             "without --no-save-optim."
         )
-    return {**common, "args": _plain_args(checkpoint, common["args"])}
+    return common, _plain_args(checkpoint, common["args"])
 
 
 def _adam_steps(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> tuple[float, bool]:
@@ -239,10 +235,9 @@ def _nested(values: object, name: str) -> Iterator[Any]:
 
 
 def _common_for_ddp(
-    conversion: Conversion, states: Mapping[str, Mapping[str, str]], args: argparse.Namespace
+    checkpoint: StoredCheckpoint, states: Mapping[str, Mapping[str, str]], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the common values of a DDP checkpoint, settings of parameter groups included."""
-    checkpoint = conversion.source
     settings: dict[str, dict[str, Any]] = defaultdict(dict)
     objects: dict[str, dict[str, Any]] = defaultdict(dict)
     for key in checkpoint.objects:
@@ -257,11 +252,8 @@ def _common_for_ddp(
     for group in groups.values():
         chained["betas" in group, bool(group.get("is_expert_parallel"))].append(group)
     # Transformer Engine's Adam counts steps in its groups.
-    counters = {
-        float(conversion.read(kinds[_STEP], ((), ())))
-        for kinds in states.values()
-        if _STEP in kinds
-    }
+    keys = {kinds[_STEP] for kinds in states.values() if _STEP in kinds}
+    counters = {float(read(checkpoint, key, whole_box(()))) for key in keys}
     if len(counters) > 1 or not any(not is_adam for is_adam, _ in chained):
         raise CheckpointError(
             f"{checkpoint.folder}: expected settings of Muon, and one step count of Adam, got "

@@ -40,6 +40,10 @@ class LazyTensor:
     dtype: torch.dtype
     chunks: list[tuple[Box, Callable[[], torch.Tensor]]] = field(default_factory=list)
 
+    def add(self, box: Box, source: StoredCheckpoint, key: str, source_box: Box) -> None:
+        """Add a chunk with the elements of a box of another tensor, but for axes of one."""
+        self.chunks.append((box, functools.partial(read, source, key, source_box)))
+
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         """Return an item per chunk; torch calls it, as for a DTensor."""
         boxes = [box for box, _ in self.chunks]
@@ -73,72 +77,35 @@ class _Planner(dcp.DefaultSavePlanner):
         return compute().to(value.dtype).view(sizes)
 
 
-class Conversion:
-    """A checkpoint to write.
-
-    Args:
-        source: Checkpoint to convert.
-
-    Attributes:
-        values: Tensors and objects by key.
-    """
-
-    def __init__(self, source: StoredCheckpoint) -> None:
-        self.source = source
-        self.values: dict[str, Any] = {}
-        # The halves of a gated layer may be in one chunk.
-        self._read_chunk = functools.lru_cache(maxsize=1)(
-            lambda key, number: read_chunk(source, key, source.tensors[key].chunks[number])
+def read(checkpoint: StoredCheckpoint, key: str, box: Box) -> torch.Tensor:
+    """Read a box of a tensor from all chunks that it overlaps."""
+    stored = checkpoint.tensors[key]
+    elements = torch.empty(box[1], dtype=stored.properties.dtype)
+    chunk = ChunkStorageMetadata(*map(torch.Size, box))
+    for item in create_read_items_for_chunk_list(key, stored, [chunk]):
+        number = item.storage_index.index
+        assert number is not None
+        there = read_chunk(checkpoint, key, stored.chunks[number])
+        narrow_tensor_by_index(elements, item.dest_offsets, item.lengths).copy_(
+            narrow_tensor_by_index(there, item.storage_offsets, item.lengths)
         )
+    return elements
 
-    def copy(
-        self,
-        source: str,
-        source_box: Box,
-        target: str,
-        box: Box,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> None:
-        """Add a chunk of a tensor, with the elements of a box of the source.
 
-        Args:
-            source: Key of a tensor of the source.
-            source_box: Box of it; its shape may differ from the chunk's by axes of one.
-            target: Key of the new tensor.
-            box: Position of the chunk in the new tensor, and shape of the chunk.
-            shape: Shape of the whole new tensor.
-            dtype: Data type of the new tensor.
-        """
-        tensor = self.values.setdefault(target, LazyTensor(shape, dtype))
-        tensor.chunks.append((box, functools.partial(self.read, source, source_box)))
+def write(values: dict[str, Any], folder: Path) -> None:
+    """Write tensors and objects by key into a new folder, a file per object or chunk.
 
-    def read(self, key: str, box: Box) -> torch.Tensor:
-        """Read a box of a tensor of the source, from all chunks that it overlaps."""
-        stored = self.source.tensors[key]
-        elements = torch.empty(box[1], dtype=stored.properties.dtype)
-        chunk = ChunkStorageMetadata(*map(torch.Size, box))
-        for item in create_read_items_for_chunk_list(key, stored, [chunk]):
-            there = self._read_chunk(key, item.storage_index.index)
-            narrow_tensor_by_index(elements, item.dest_offsets, item.lengths).copy_(
-                narrow_tensor_by_index(there, item.storage_offsets, item.lengths)
-            )
-        return elements
-
-    def write(self, folder: Path) -> None:
-        """Write all values into a new folder, a file per object or chunk.
-
-        Memory: the largest parameter, twice, and the largest chunk of the source.
-        """
-        try:
-            with warnings.catch_warnings():
-                # Torch says that there is no process group.
-                warnings.simplefilter("ignore")
-                # Torch keeps all tensors of a file in memory until the file is complete.
-                writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
-                planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-                dcp.save(self.values, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            # Torch wraps the errors of all ranks: here there is one.
-            ((cause, _),) = error.failures.values()
-            raise cause from None
+    Memory: the largest parameter, twice, and the largest chunk of the source.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Torch says that there is no process group.
+            warnings.simplefilter("ignore")
+            # Torch keeps all tensors of a file in memory until the file is complete.
+            writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.save(values, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        # Torch wraps the errors of all ranks: here there is one.
+        ((cause, _),) = error.failures.values()
+        raise cause from None

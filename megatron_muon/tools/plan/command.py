@@ -21,10 +21,9 @@ from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings, PlanSettings
 from megatron_muon.tools.plan.model_shape import PRESETS, ModelShape
-from megatron_muon.tools.plan.rank_report import Report, build_report
+from megatron_muon.tools.plan.rank_report import build_report
 from megatron_muon.tools.plan.simulation import Parallelism, Sharding, simulate
 from megatron_muon.tools.plan.summary import (
-    Machine,
     Memory,
     Size,
     memory_under_fsdp2,
@@ -123,7 +122,7 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
 
 def _under_megatron(
     options: argparse.Namespace, parallel: Parallelism
-) -> tuple[Size, Report, Memory]:
+) -> tuple[list[ExchangePlan], Size, Memory]:
     """Plan a model of Megatron-LM."""
     # Explicit flags replace the fields of a preset.
     fields = {
@@ -140,17 +139,14 @@ def _under_megatron(
         per_head=options.muon_split_qkv_per_head,
     )
     plans = simulate(model, parallel, _settings(options), splits=splits)
-    report = _report(options, parallel.stage_size, plans)
-    memory = memory_under_megatron_fsdp(
-        model,
-        parallel,
-        report.max_step_bytes,
-        has_fp32_gradients=options.megatron_fsdp_main_grads_dtype == "fp32",
-    )
-    return size_of_shape(model), report, memory
+    has_fp32 = options.megatron_fsdp_main_grads_dtype == "fp32"
+    memory = memory_under_megatron_fsdp(model, parallel, has_fp32_gradients=has_fp32)
+    return plans, size_of_shape(model), memory
 
 
-def _under_fsdp2(options: argparse.Namespace, parallel: Parallelism) -> tuple[Size, Report, Memory]:
+def _under_fsdp2(
+    options: argparse.Namespace, parallel: Parallelism
+) -> tuple[list[ExchangePlan], Size, Memory]:
     """Plan a model of transformers."""
     # Here, as they import torch.
     from megatron_muon.fsdp2 import groups
@@ -170,19 +166,8 @@ def _under_fsdp2(options: argparse.Namespace, parallel: Parallelism) -> tuple[Si
     model = transformers_model.read_model(options.hf)
     choices = groups.choose(model)
     plans = transformers_model.plan_choices(choices, parallel, _settings(options))
-    report = _report(options, parallel.dp, plans)
     size, on_rank = transformers_model.count(model, choices, parallel.dp // parallel.hsdp)
-    return size, report, memory_under_fsdp2(on_rank, report.max_step_bytes)
-
-
-def _report(options: argparse.Namespace, num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
-    report = build_report(num_ranks, plans)
-    fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
-    its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
-    problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
-    if problem is not None:
-        raise ValueError(problem)
-    return report
+    return plans, size, memory_under_fsdp2(on_rank)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,7 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.muon_tp_mode != "blockwise",
         )
         plan = _under_megatron if options.hf is None else _under_fsdp2
-        size, report, memory = plan(options, parallel)
+        plans, size, memory = plan(options, parallel)
+        report = build_report(parallel.stage_size, plans)
+        fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
+        its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
+        problem = staging_problem(its_plans, fullest.staging_bytes, options.muon_fsdp_staging_bytes)
+        if problem is not None:
+            raise ValueError(problem)
         name = options.hf.name.removesuffix(".json") if options.hf else options.preset or "model"
         if options.svg is not None:
             slowest = max(report.ranks, key=lambda rank: rank.step_ns)
@@ -215,8 +206,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = {**vars(report), "ranks": [vars(rank) for rank in report.ranks]}
         lines = [json.dumps(figures)]
     else:
-        num_ranks = parallel.stage_size * parallel.pp
-        machine = Machine(options.gpu_gb, options.model_tflops, options.tokens)
-        lines = [*summary(name, size, num_ranks, report, memory, machine)]
+        lines = [
+            *summary(
+                name,
+                size,
+                parallel.stage_size * parallel.pp,
+                report,
+                memory,
+                gpu_gb=options.gpu_gb,
+                model_tflops=options.model_tflops,
+                tokens=options.tokens,
+            )
+        ]
     sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0

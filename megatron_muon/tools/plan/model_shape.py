@@ -128,6 +128,18 @@ class ModelShape:
         """Elements of embedding and output layer, which may share them."""
         return self.head_elements * (2 if self.untie_embeddings_and_output_weights else 1)
 
+    def stage(
+        self, num_stages: int, num_expert_ranks: int, splits: Splits
+    ) -> tuple[list[list[Parameter]], list[list[Parameter]]]:
+        """List dense parameters and one rank's experts by layer of the first pipeline stage."""
+        # The first stage has the most layers where they do not divide.
+        layers = range(-(-self.num_layers // num_stages))
+        num_experts = self.num_experts // num_expert_ranks
+        return (
+            [self.dense_parameters(layer, splits) for layer in layers],
+            [self.expert_parameters(layer, num_experts, splits) for layer in layers],
+        )
+
     def dense_parameters(self, layer: int, splits: Splits) -> list[Parameter]:
         """List the parameters of a layer but for its experts, in Megatron-LM's order."""
         # Parameters that Muon does not step are listed too: they take room in the buffer, and so

@@ -70,11 +70,6 @@ class Report:
     moved_fraction: float
     busiest_over_ideal: float
 
-    @property
-    def max_step_bytes(self) -> int:
-        """Memory of messages, stacks and Newton-Schulz on the fullest rank."""
-        return max(rank.staging_bytes + rank.workspace_bytes for rank in self.ranks)
-
 
 def build_report(num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
     """Add up the plans of all domains of a job, or one plan, by rank."""

@@ -117,12 +117,7 @@ def simulate(
             f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}. "
             "Change --ep or --num-experts."
         )
-    splits = splits or Splits()
-    # The first stage has the most layers where they do not divide.
-    layers = range(-(-model.num_layers // parallel.pp))
-    num_local_experts = model.num_experts // parallel.ep
-    experts = [model.expert_parameters(layer, num_local_experts, splits) for layer in layers]
-    dense = [model.dense_parameters(layer, splits) for layer in layers]
+    dense, experts = model.stage(parallel.pp, parallel.ep, splits or Splits())
     # As in a run: matrices of the same ranks and replicas share a plan.
     matrices: dict[Replicas, list[MatrixLayout]] = defaultdict(list)
     for parameters, is_expert in ((experts, True), (dense, False)):
@@ -171,33 +166,28 @@ def _matrices(
     sizes = parallel.hsdp, len(rank_grid[0]) // parallel.hsdp
     holders = [holders_of_segments(sizes, ranks, axes) for ranks in rank_grid]
     # Matrices are joined over tensor-parallel ranks, separate on all of them, or replicated.
-    joined, separate = [_domain(holders)], [_domain([segments]) for segments in holders]
-    copies = [
-        _domain([[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]])
-    ]
+    joined, separate = [holders], [[segments] for segments in holders]
+    copies = [[[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]]]
     for layer, parameters in enumerate(parameters_by_layer):
         shapes = tuple(_local_shape(parameter, len(rank_grid)) for parameter in parameters)
         size, begins = unit_buffer(shapes, len(holders[0])) if shapes else (0, [])
         for parameter, shape, begin in zip(parameters, shapes, begins, strict=True):
             if len(shape) != 2:
                 continue
-            layout = separate
+            layout: Sequence[Columns] = separate
             if parameter.partition_dim is None:
                 layout = separate if is_expert else copies
             elif parallel.joins_tensor_ranks and parameter.head_rows is None:
                 layout = joined
-            for columns, replicas in layout:
+            for columns in layout:
                 boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)
                 rows, cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
                 outputs = OutputSlice(RowRange(0, rows), parameter.blocks(shape[0]))
                 blocks, regions = tile((rows, cols), outputs, boxes)
                 name = f"decoder.layers.{layer}.{parameter.name}"
+                replicas = tuple(sorted(itertools.chain(*columns)))
                 ranks = tuple(sorted(itertools.chain(*replicas)))
                 yield replicas, MatrixLayout(name, blocks, regions, ranks)
-
-
-def _domain(columns: Columns) -> tuple[Columns, Replicas]:
-    return columns, tuple(sorted(itertools.chain(*columns)))
 
 
 def _boxes(columns: Columns, size: int, begin: int, shape: Shape, dim: int) -> dict[int, Box]:

@@ -2,30 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and time of Muon beside AdamW's, for a job that does not run, in a few lines."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, get_args
 
 from megatron_muon.plan.layout import Splits
 from megatron_muon.tools.plan.model_shape import ModelShape, Parameter
 from megatron_muon.tools.plan.rank_report import Report
-from megatron_muon.tools.plan.simulation import Parallelism
+from megatron_muon.tools.plan.simulation import Parallelism, Sharding
 
 _FP32, _BF16 = 4, 2
-
-
-class Machine(NamedTuple):
-    """The GPUs of a job, and its batch.
-
-    Args:
-        gpu_gb: Memory of a GPU, GB.
-        model_tflops: TFLOP/s of forward and backward passes on a GPU.
-        tokens: Tokens of an iteration, all ranks together.
-    """
-
-    gpu_gb: float
-    model_tflops: float
-    tokens: float
 
 
 class Elements(NamedTuple):
@@ -47,15 +34,15 @@ class Memory(NamedTuple):
         model: Weights and gradients.
         muon: Optimizer states, with AdamW for the rest.
         adamw: Optimizer states if AdamW steps everything.
-        step: While Muon steps: messages, stacks, workspace of Newton-Schulz, results, and float32
-            copies of gradients.
-        adamw_step: While AdamW steps: float32 copies of gradients.
+        muon_step: Results, and float32 copies of gradients, while Muon steps, without what the plan
+            needs.
+        adamw_step: Float32 copies of gradients while AdamW steps.
     """
 
     model: int
     muon: int
     adamw: int
-    step: int
+    muon_step: int
     adamw_step: int
 
 
@@ -75,21 +62,18 @@ class Size(NamedTuple):
     has_embeddings: bool = True
 
 
-def _count(parameters: Iterable[Parameter], tensor_ranks: int) -> Elements:
+def _count(layers: Iterable[Sequence[Parameter]], tensor_ranks: int) -> Elements:
     """Count the elements of parameters that one tensor-parallel rank has."""
     counts = [0, 0]
-    for each in parameters:
-        is_sharded = each.partition_dim is not None
-        counts[len(each.shape) == 1] += math.prod(each.shape) // (tensor_ranks if is_sharded else 1)
+    for parameter in itertools.chain(*layers):
+        num_ranks = 1 if parameter.partition_dim is None else tensor_ranks
+        counts[len(parameter.shape) == 1] += math.prod(parameter.shape) // num_ranks
     return Elements(*counts)
 
 
 def count_layers(model: ModelShape, parallel: Parallelism) -> tuple[Elements, Elements]:
     """Count dense parameters and experts of a tensor-parallel rank of the first stage."""
-    splits, layers = Splits(), range(-(-model.num_layers // parallel.pp))
-    num_experts = model.num_experts // parallel.ep
-    dense = [p for layer in layers for p in model.dense_parameters(layer, splits)]
-    experts = [p for layer in layers for p in model.expert_parameters(layer, num_experts, splits)]
+    dense, experts = model.stage(parallel.pp, parallel.ep, Splits())
     return _count(dense, parallel.tp), _count(experts, parallel.expert_tp)
 
 
@@ -107,7 +91,7 @@ def size_of_shape(model: ModelShape) -> Size:
 
 
 def memory_under_megatron_fsdp(
-    model: ModelShape, parallel: Parallelism, step_bytes: int, *, has_fp32_gradients: bool
+    model: ModelShape, parallel: Parallelism, *, has_fp32_gradients: bool
 ) -> Memory:
     """Add up the memory of a rank of the first pipeline stage.
 
@@ -119,66 +103,76 @@ def memory_under_megatron_fsdp(
     # The last stage has the output layer.
     embedding = model.embedding_elements if parallel.pp == 1 else model.head_elements
     of_dense = of_dense._replace(adamw=of_dense.adamw + embedding // parallel.tp)
-    expert_ranks = parallel.expert_tp * parallel.ep
-    level = ("no_shard", "optim", "optim_grads", "optim_grads_params").index(parallel.sharding)
-    model_bytes = num_muon = num_states = 0
-    for elements, num_ranks in (
-        (of_dense, parallel.dp),
-        (of_experts, parallel.stage_size // expert_ranks),
-    ):
+    num_expert_ranks = parallel.stage_size // (parallel.expert_tp * parallel.ep)
+    level = get_args(Sharding).index(parallel.sharding)
+    gradient_bytes = _FP32 if has_fp32_gradients else _BF16
+    model_bytes, states = 0, [0, 0]
+    for elements, num_ranks in ((of_dense, parallel.dp), (of_experts, num_expert_ranks)):
         inner = num_ranks // parallel.hsdp
         outer = num_ranks if parallel.hfsdp else inner
-        total, states = sum(elements), sum(elements) // (outer if level >= 1 else 1)
-        gradient_bytes = _FP32 if has_fp32_gradients else _BF16
-        model_bytes += _BF16 * total // (inner if level >= 3 else 1)
-        model_bytes += gradient_bytes * total // (inner if level >= 2 else 1)
-        num_states += states
-        num_muon += elements.muon * states // max(1, total)
-    copies = 0 if has_fp32_gradients else _FP32 * num_states
-    states_of = Elements(num_muon, num_states - num_muon)
-    return _memory(states_of, model_bytes, step_bytes + copies, copies)
+        model_bytes += _BF16 * sum(elements) // (inner if level >= 3 else 1)
+        model_bytes += gradient_bytes * sum(elements) // (inner if level >= 2 else 1)
+        for kind, number in enumerate(elements):
+            states[kind] += number // (outer if level >= 1 else 1)
+    copies = 0 if has_fp32_gradients else _FP32 * sum(states)
+    return _memory(Elements(*states), model_bytes, copies, copies)
 
 
-def memory_under_fsdp2(elements: Elements, step_bytes: int) -> Memory:
+def memory_under_fsdp2(elements: Elements) -> Memory:
     """Add up the memory of a rank with these elements; weights and gradients are float32."""
-    return _memory(elements, _FP32 * sum(elements), step_bytes + _FP32 * elements.muon, 0)
+    return _memory(elements, _FP32 * sum(elements), _FP32 * elements.muon, 0)
 
 
-def _memory(elements: Elements, model_bytes: int, step_bytes: int, adamw_step: int) -> Memory:
+def _memory(elements: Elements, model_bytes: int, muon_step: int, adamw_step: int) -> Memory:
     """Add float32 weights and the states of both optimizers, for the elements of a rank."""
     muon, adamw = (_FP32 * number for number in elements)
-    return Memory(
-        model=model_bytes + muon + adamw,
-        muon=muon + 2 * adamw,
-        adamw=2 * (muon + adamw),
-        step=step_bytes,
-        adamw_step=adamw_step,
-    )
+    states = muon + adamw
+    return Memory(model_bytes + states, states + adamw, 2 * states, muon_step, adamw_step)
 
 
 def summary(
-    name: str, size: Size, num_ranks: int, report: Report, memory: Memory, machine: Machine
+    name: str,
+    size: Size,
+    num_ranks: int,
+    report: Report,
+    memory: Memory,
+    *,
+    gpu_gb: float,
+    model_tflops: float,
+    tokens: float,
 ) -> Iterator[str]:
-    """Yield the lines that answer: does it fit, how long is a step, and what limits it."""
+    """Yield the lines that answer: does it fit, how long is a step, and what limits it.
+
+    Args:
+        name: Name of the model.
+        size: Its parameters.
+        num_ranks: Ranks of all pipeline stages.
+        report: Figures of the planned ranks.
+        memory: Bytes of a rank.
+        gpu_gb: Memory of a GPU, GB.
+        model_tflops: TFLOP/s of forward and backward passes on a GPU.
+        tokens: Tokens of an iteration, all ranks together.
+    """
     without = "" if size.has_embeddings else ", without embeddings (no --vocab-size)"
     yield (
         f"{name}: {size.total / 1e9:,.1f} B parameters{without}, {size.muon / 1e9:,.1f} B of them "
         f"in matrices of Muon, on {num_ranks} GPUs"
     )
+    in_step = memory.muon_step + max(r.staging_bytes + r.workspace_bytes for r in report.ranks)
     yield (
         f"memory, GB a GPU: weights and gradients {memory.model / 1e9:.1f}, states "
         f"{memory.muon / 1e9:.1f} (AdamW {memory.adamw / 1e9:.1f}), while a step runs "
-        f"{memory.step / 1e9:.1f} (AdamW {memory.adamw_step / 1e9:.1f})"
+        f"{in_step / 1e9:.1f} (AdamW {memory.adamw_step / 1e9:.1f})"
     )
     left_gb, with_adamw = (
-        machine.gpu_gb - (memory.model + states + step) / 1e9
-        for states, step in ((memory.muon, memory.step), (memory.adamw, memory.adamw_step))
+        gpu_gb - (memory.model + states + step) / 1e9
+        for states, step in ((memory.muon, in_step), (memory.adamw, memory.adamw_step))
     )
     yield (
-        f"fits: {left_gb:.1f} of {machine.gpu_gb:.0f} GB are left for activations and gathered "
+        f"fits: {left_gb:.1f} of {gpu_gb:.0f} GB are left for activations and gathered "
         f"layers (AdamW {with_adamw:.1f})"
         if left_gb > 0
-        else f"does not fit: {-left_gb:.1f} GB more than {machine.gpu_gb:.0f} GB. Use more GPUs"
+        else f"does not fit: {-left_gb:.1f} GB more than {gpu_gb:.0f} GB. Use more GPUs"
     )
     slowest = max(report.ranks, key=lambda rank: rank.step_ns)
     waits_ns = slowest.step_ns - slowest.newton_schulz_ns
@@ -193,11 +187,11 @@ def summary(
         f"exchange: {len(report.matrices)} matrices, {num_split} of them split; a GPU sends "
         f"{sent_mb:,.0f} MB, and needs {staging_gb:.1f} GB for messages and stacks"
     )
-    iteration_s = 6 * size.active * machine.tokens / (num_ranks * machine.model_tflops * 1e12)
+    iteration_s = 6 * size.active * tokens / (num_ranks * model_tflops * 1e12)
     share = slowest.step_ns / (iteration_s * 1e9 + slowest.step_ns)
     yield (
-        f"iteration of {machine.tokens / 1e6:.1f} M tokens: {iteration_s:.2f} s of forward and "
-        f"backward passes at {machine.model_tflops:.0f} TFLOP/s a GPU; the step is {share:.1%}"
+        f"iteration of {tokens / 1e6:.1f} M tokens: {iteration_s:.2f} s of forward and "
+        f"backward passes at {model_tflops:.0f} TFLOP/s a GPU; the step is {share:.1%}"
     )
     yield f"bound by {_bound(report)}"
 

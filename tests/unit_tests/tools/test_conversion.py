@@ -31,9 +31,10 @@ from helpers.toy_gpt import (
 
 from megatron_muon.mcore.checkpoint_folders import TRACKER
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkpoint
+from megatron_muon.tools.checkpoint import command
 from megatron_muon.tools.checkpoint.command import main, replacing
 from megatron_muon.tools.checkpoint.reading import find_problems
-from megatron_muon.tools.checkpoint.writing import Conversion
+from megatron_muon.tools.checkpoint.writing import read, write
 
 pytestmark = pytest.mark.ranks
 
@@ -83,7 +84,7 @@ def _convert(source: Path, target: Path, *flags: str, to: str = "fsdp_dtensor") 
 
 def _whole(checkpoint: StoredCheckpoint, key: str) -> torch.Tensor:
     shape = checkpoint.tensors[key].size
-    return Conversion(checkpoint).read(key, ((0,) * len(shape), shape)).float()
+    return read(checkpoint, key, ((0,) * len(shape), shape)).float()
 
 
 @pytest.fixture(scope="module")
@@ -275,8 +276,8 @@ MEANWHILE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_appears_meanwhile_is_neither_read_nor_replaced(case, tmp_path, capsys, monkeypatch):
     """Tensors of two saves are not mixed, and files that appear meanwhile are not replaced."""
     act, error = MEANWHILE[case]
-    source, new, write = save_matrix(tmp_path / "saved"), tmp_path / "new", Conversion.write
-    monkeypatch.setattr(Conversion, "write", lambda *args: (act(new), write(*args)))
+    source, new = save_matrix(tmp_path / "saved"), tmp_path / "new"
+    monkeypatch.setattr(command, "write", lambda *args: (act(new), write(*args)))
     assert _convert(source, new, to="torch_dist") == 1
     assert error in capsys.readouterr().err
     names = sorted(tmp_path.iterdir())

@@ -306,7 +306,7 @@ def test_memory_follows_the_sharding_strategy(has_fp32):
     }
     for sharding, (in_model, shards) in expected.items():
         memory = memory_under_megatron_fsdp(
-            model, Parallelism(2, sharding=sharding), 0, has_fp32_gradients=has_fp32
+            model, Parallelism(2, sharding=sharding), has_fp32_gradients=has_fp32
         )
         copies = 0 if has_fp32 else 4 * total // shards
         assert memory == (in_model, states // shards, 8 * total // shards, copies, copies)
