@@ -16,13 +16,24 @@ from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.cost import CPU_RANKS, gpu_rates
+from megatron_muon.plan.cost import CostModel, gpu_rates
 from megatron_muon.plan.layout import Splits
 from megatron_muon.runtime.agreement import gather_objects, num_ranks_on_node, ranks_per_node
-from megatron_muon.runtime.row_moves import Addresses, RowMoves
+from megatron_muon.runtime.row_moves import RowMoves, Side, Tensors
 from megatron_muon.tools.check.verdicts import Finding
 from megatron_muon.tools.plan.model_shape import PRESETS
 
+# One core a rank, gloo over the loopback. Stacks pay for the host's time of a call: 2 to 16 times
+# up to 64 rows of bf16, half at 128, a tenth at 256, nothing above.
+CPU_RANKS = CostModel(
+    tflops=0.4,
+    half_rate_side=0.0,
+    gbps=2.0,
+    gbps_between_nodes=2.0,
+    kernel_us=20.0,
+    all_reduce_us=500.0,
+    stack_tiles=32,
+)
 # Below this share of an assumed rate, plans made with it are far from the best.
 _SLOW = 0.6
 _ADVICE = "Pass the measured rates (last line) as --muon-fsdp-cost-model"
@@ -54,8 +65,11 @@ class Rates:
         """Time rows moved to a message, divided and rounded, beside torch's plain copy."""
         source = torch.randn(self._numel, device=self._device).view(-1, 4096)
         target = torch.empty_like(source, dtype=torch.bfloat16)
-        addresses = Addresses([source, target], self._device)
-        moves = RowMoves([(source, target, 0, 1)], addresses, norms=[0])
+        tensors = Tensors(source.view(-1), self._device)
+        tensors.bind([source, target])
+        tensors.update()
+        sides = Side(source.dtype), Side(target.dtype)
+        moves = RowMoves([(1, 0, 0, 0, 2, 0, 0, 0, *source.shape, 0)], *sides, tensors)
         norms = torch.ones(1, device=self._device)
         num_bytes = source.nbytes + target.nbytes
         ours = num_bytes / self._seconds(lambda: moves.run(norms)) / 1e9

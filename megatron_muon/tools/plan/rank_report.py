@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_muon.newton_schulz import BACKENDS
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.layout import MatrixShape
 from megatron_muon.plan.routes import Part
-from megatron_muon.plan.schedule import PlanOrder
-from megatron_muon.plan.sizes import Traffic
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
+from megatron_muon.tools.plan.sizes import SizeCounter, Traffic
 from megatron_muon.tools.plan.timeline import Round, Span, timeline
 
 _MAX_RANKS_SHOWN = 16
@@ -31,7 +32,6 @@ class RankReport:
         num_matrices: Owned matrices, parts included.
         num_calls: Calls of Newton-Schulz, one per stack.
         local_ns: Estimated Newton-Schulz of local matrices.
-        orders: Its plans.
         rounds: Estimated times, by plan and bucket.
         step_ns: Estimated step, waits for messages included.
     """
@@ -44,7 +44,6 @@ class RankReport:
     num_matrices: int = 0
     num_calls: int = 0
     local_ns: int = 0
-    orders: list[PlanOrder] = field(default_factory=list)
     rounds: list[list[Round]] = field(default_factory=list)
     step_ns: int = 0
 
@@ -60,7 +59,7 @@ class RankReport:
 
     def timeline(self) -> list[Span]:
         """Estimate its step."""
-        return timeline(self.local_ns, self.rounds, self.orders)
+        return timeline(self.local_ns, self.rounds)
 
 
 @dataclass
@@ -114,17 +113,17 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     report = Report(list(by_rank.values()))
     staging: dict[int, list[PlanStaging]] = defaultdict(list)
     for plan in plans:
+        counter = SizeCounter(plan)
         _add_matrices(report, by_rank, plan)
         for rank, time_ns in _add_calls(by_rank, plan, plan.local).items():
             by_rank[rank].local_ns += time_ns
         rounds = [
-            (*_add_traffic(report, by_rank, plan, bucket), _add_calls(by_rank, plan, bucket))
+            (*_add_traffic(report, by_rank, counter, bucket), _add_calls(by_rank, plan, bucket))
             for bucket in plan.buckets
         ]
         for rank in plan.ranks:
-            by_rank[rank].orders.append(plan.order)
             by_rank[rank].rounds.append([Round(*(ns[rank] for ns in times)) for times in rounds])
-        for rank, plan_staging in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
+        for rank, plan_staging in counter.staging().items():
             staging[rank].append(plan_staging)
     # Most ranks stage the same.
     num_bytes = {
@@ -168,29 +167,30 @@ def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: Excha
 
 
 def _add_traffic(
-    report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan, bucket: Sequence[int]
+    report: Report, by_rank: Mapping[int, RankReport], counter: SizeCounter, bucket: Sequence[int]
 ) -> tuple[Counter[int], Counter[int]]:
     """Add rows and results of a bucket, and the all-gathers of replicas.
 
     Returns:
         Estimated times of rows and of results by rank, in the busier direction.
     """
+    plan = counter.plan
     cost, dtypes = plan.cost, plan.dtypes
     times: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
-    rows, results_by_shard = plan.sizes.traffic(bucket)
+    rows, results_by_shard = counter.traffic(bucket)
     report.moved_elements += rows.sent.total()
     # The inverse of the gather without replicas.
     results = Traffic(rows.received, rows.sent)
-    if plan.order.has_replicas:
+    if plan.has_replicas:
         results = Traffic(Counter(), Counter())
-    for shard in plan.sizes.scatters(results_by_shard):
-        for share in shard.shares:
-            if share.owner != share.holder:
-                on_node = cost.share_a_node((share.owner, share.holder))
-                results.add(share.owner, share.holder, share.num_elements, on_node)
-        passed_on = dtypes.scatter_bytes * (shard.num_elements - shard.section_size)
-        time_ns = cost.all_gather_ns(shard.holders, dtypes.scatter_bytes * shard.num_elements)
-        for holder in shard.holders:
+    for holders, section_size, messages in counter.scatters(results_by_shard):
+        for owner, holder, start, stop, _ in messages:
+            if owner != holder:
+                results.add(owner, holder, stop - start, cost.is_on_one_node((owner, holder)))
+        section_bytes = dtypes.scatter_bytes * section_size
+        passed_on = section_bytes * (len(holders) - 1)
+        time_ns = all_gather_ns(cost, holders, section_bytes * len(holders))
+        for holder in holders:
             rank = by_rank[holder]
             rank.bytes_sent += passed_on
             rank.bytes_received += passed_on
@@ -204,8 +204,41 @@ def _add_traffic(
             )
             rank.bytes_sent += sum(sent)
             rank.bytes_received += sum(received)
-            times_ns[rank.rank] += max(cost.messages_ns(*sent), cost.messages_ns(*received))
+            times_ns[rank.rank] += max(messages_ns(cost, *sent), messages_ns(cost, *received))
     return times
+
+
+def all_gather_ns(cost: CostModel, ranks: Sequence[int], num_bytes: int) -> int:
+    """Estimate an all-gather with this many bytes of output.
+
+    Every byte enters a node once, over the links of all ranks there.
+    Source: "bus bandwidth" of doc/PERFORMANCE.md of NVIDIA/nccl-tests.
+    """
+    gbps = cost.gbps
+    if not cost.is_on_one_node(ranks):
+        fewest = min(Counter(map(cost.node, ranks)).values())
+        gbps = min(gbps, fewest * cost.gbps_between_nodes)
+    return round(num_bytes * (len(ranks) - 1) / len(ranks) / gbps)
+
+
+def messages_ns(cost: CostModel, on_node_bytes: int, off_node_bytes: int) -> int:
+    """Estimate the messages of one rank in one direction, to its node and to others."""
+    return round(on_node_bytes / cost.gbps + off_node_bytes / cost.gbps_between_nodes)
+
+
+def stack_ns(
+    cost: CostModel,
+    num_matrices: int,
+    shape: MatrixShape,
+    num_parts: int = 1,
+    *,
+    on_node: bool = True,
+) -> int:
+    """Estimate one call of Newton-Schulz; other arguments as for ``newton_schulz_ns()``."""
+    backend = cost.backend_of(*shape, num_parts)
+    products, launches, all_reduces = cost.costs_ns(*shape, num_parts, backend, on_node=on_node)
+    calls = 1 if BACKENDS[backend].is_batched else num_matrices
+    return num_matrices * products + calls * launches + all_reduces
 
 
 def _add_calls(
@@ -216,18 +249,19 @@ def _add_calls(
     Stacks count as they are, full or not.
     """
     times_ns: Counter[int] = Counter()
-    for rank, stacks in plan.sizes.stacks(indices).items():
+    for rank, stacks in plan.stacks(indices).items():
         by_rank[rank].num_calls += len(stacks)
         for stack in stacks:
             part = stack[0]
             by_rank[rank].workspace_bytes = max(
                 by_rank[rank].workspace_bytes, _workspace_bytes(plan, stack)
             )
-            times_ns[rank] += plan.cost.stack_ns(
+            times_ns[rank] += stack_ns(
+                plan.cost,
                 len(stack),
-                *plan.matrices[part.matrix].blocks[part.block],
+                plan.matrices[part.matrix].blocks[part.block],
                 len(part.owners),
-                on_node=plan.cost.share_a_node(part.owners),
+                on_node=plan.cost.is_on_one_node(part.owners),
             )
     return times_ns
 

@@ -28,6 +28,7 @@ from megatron_muon.plan.layout import (
 )
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.tools.plan.model_shape import ModelShape, Parameter
+from megatron_muon.tools.plan.sizes import fullest_bytes
 
 type Shape = tuple[int, ...]
 # Holders of the segments of a buffer, by tensor-parallel rank.
@@ -140,9 +141,9 @@ def plan_all(
     load_ns = dict.fromkeys(range(world_size), 0)
     domains = {replicas: layouts[0].ranks for replicas, layouts in matrices.items()}
     max_num_plans = max(Counter(itertools.chain(*domains.values())).values(), default=1)
-    settings = settings.shared_by(max_num_plans)
+    settings = settings.staging_budget(max_num_plans)
     for replicas, _ in sorted(domains.items(), key=lambda item: (len(item[1]), item[::-1])):
-        plan = plan_matrices(matrices[replicas], settings, load_ns=load_ns)
+        plan = plan_matrices(matrices[replicas], settings, fullest_bytes, load_ns=load_ns)
         load_ns.update(plan.load_ns)
         plans.append(plan)
     return plans

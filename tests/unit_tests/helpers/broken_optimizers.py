@@ -67,8 +67,8 @@ def flip_rows_of_other_ranks() -> None:
 
     def flipped(self: Any, index: int) -> Any:
         """Flip what arrived."""
-        for rows in self._unpacking[index]._sources:
-            rows.neg_()
+        if (gather := self.buckets[index].gather) is not None:
+            gather.receives.neg_()
         return original(self, index)
 
     PlanRunner.orthogonalize = flipped

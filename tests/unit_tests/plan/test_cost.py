@@ -3,11 +3,13 @@
 """Costs of a plan, and its settings."""
 
 import pytest
+from helpers.layouts import CPU_RANKS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
+from megatron_muon.plan.cost import CostModel, gpu_rates
 from megatron_muon.plan.settings import CommDtypes, ExchangeSettings
+from megatron_muon.tools.plan.rank_report import all_gather_ns, messages_ns, stack_ns
 from megatron_muon.user_errors import naming_flags
 
 # Nothing but products, at 1 TFLOP/s for every shape: 1,000 operations a nanosecond.
@@ -55,12 +57,12 @@ def test_links_within_a_node_are_those_of_consecutive_ranks():
     """Consecutive ranks share a node and its links."""
     cost = CostModel(gbps=450, gbps_between_nodes=45)
     assert cost.share_a_node([0, 3, 7]) and not cost.share_a_node([7, 8])
-    assert cost.messages_ns(450_000, 45_000) == 1000 + 1000
+    assert messages_ns(cost, 450_000, 45_000) == 1000 + 1000
     assert [cost.collective_ns(ranks) for ranks in ([0, 7], [7, 8])] == [170_000, 190_000]
     # An all-gather enters a node once, over the links of the fewest ranks of a node.
-    assert cost.all_gather_ns([0, 1], 900) == round(450 / 450)
-    assert cost.all_gather_ns([0, 8], 90_000) == round(45_000 / 45)
-    assert cost.all_gather_ns([0, 1, 8, 9], 120_000) == round(90_000 / 90)
+    assert all_gather_ns(cost, [0, 1], 900) == round(450 / 450)
+    assert all_gather_ns(cost, [0, 8], 90_000) == round(45_000 / 45)
+    assert all_gather_ns(cost, [0, 1, 8, 9], 120_000) == round(90_000 / 90)
 
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5), st.sampled_from([1, 2, 8]), st.booleans())
@@ -69,9 +71,9 @@ def test_every_estimate_is_an_integer(rows, cols, num_parts, on_node):
     cost = CostModel()
     found = [
         cost.newton_schulz_ns(rows, cols, num_parts, on_node=on_node),
-        cost.stack_ns(3, rows, cols, num_parts, on_node=on_node),
-        cost.all_gather_ns([0, 1], rows),
-        cost.messages_ns(rows, cols),
+        stack_ns(cost, 3, (rows, cols), num_parts, on_node=on_node),
+        all_gather_ns(cost, [0, 1], rows),
+        messages_ns(cost, rows, cols),
     ]
     assert all(isinstance(time_ns, int) and time_ns >= 0 for time_ns in found)
 
@@ -124,7 +126,7 @@ def test_messages_follow_the_precision_of_newton_schulz(comm_dtype, is_bf16, dty
 def test_plans_share_the_staging_memory_equally(limit, expected):
     """Plans share the staging limit equally; the last one also gets what the others left."""
     settings = ExchangeSettings(staging_bytes=limit).plan_settings(CostModel(), is_bf16=True)
-    assert settings.shared_by(2).staging_bytes == expected
+    assert settings.staging_budget(2).staging_bytes == expected
 
 
 def test_errors_name_flags_to_who_set_flags():
