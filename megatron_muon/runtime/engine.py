@@ -32,7 +32,6 @@ from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import PlanInput, PlanRunner, profiler_range
 from megatron_muon.runtime.row_moves import Handle, RowMoves, Rows, Side, Tensors
-from megatron_muon.runtime.stack_task import StackTask
 
 
 class Engine:
@@ -243,11 +242,6 @@ class Engine:
         shards = [gradients[handle] for handle in self.handles]
         for runner, own in zip(self.runners, self._by_plan, strict=True):
             runner.norms.see_gradients(shards[own])
-
-    def watch(self, function: Callable[[StackTask], None] | None) -> None:
-        """Call a function with every stack of this rank's results; None for no call."""
-        for runner in self.runners:
-            runner.watch = function
 
     def forget(self) -> None:
         """Drop the rows of the last step, which are memory of the caller's."""

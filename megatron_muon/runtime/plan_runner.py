@@ -3,7 +3,7 @@
 """Run one plan on this rank: the actions of a step on one bucket."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -101,12 +101,9 @@ class PlanRunner:
         buckets: All buckets, then stacks of local matrices.
         in_flight: Collectives that have not been waited for, by kind and bucket; None if nothing is
             sent. With replicas a scatter is in flight until its all-gather has ended.
-        watch: Called with every stack of results; None for no call.
 
     Communication: see ``Engine``.
     """
-
-    watch: Callable[[StackTask], None] | None = None
 
     def __init__(
         self,
@@ -259,8 +256,6 @@ class PlanRunner:
         self._read(bucket.moves["keep"])
         for task in bucket.tasks:
             task.run()
-            if self.watch is not None:
-                self.watch(task)
             if self.moments is not None:
                 task.apply_method(self.moments.values)
 

@@ -13,8 +13,8 @@ from megatron_muon.plan import CommDtypes, ExchangePlan, Route
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
+from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import PlanSettings
-from megatron_muon.tools.plan.sizes import fullest_bytes
 
 # One core a rank, gloo over the loopback. Stacks pay for the host's time of a call: 2 to 16 times
 # up to 64 rows of bf16, half at 128, a tenth at 256, nothing above.
@@ -132,7 +132,12 @@ def plan_of(
 ) -> ExchangePlan:
     """Plan some matrices; ``settings`` are other fields of ``PlanSettings``."""
     planned = PlanSettings(cost, dtypes, **settings)
-    return plan_matrices(matrices, planned, fullest_bytes, load_ns={})
+    return plan_matrices(matrices, planned, _fullest_bytes, load_ns={})
+
+
+def _fullest_bytes(plan: ExchangePlan) -> int:
+    """Return the maximum of all ranks, as a run does."""
+    return max(RankSchedule.build([plan], rank).staging_bytes for rank in plan.ranks)
 
 
 @st.composite

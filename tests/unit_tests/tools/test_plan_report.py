@@ -74,6 +74,7 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
         assert found.num_calls == sum(len(bucket.stacks) for bucket in buckets)
     for rank in report.ranks:
         assert report.step_ns >= max(rank.newton_schulz_ns, rank.traffic_ns) - 1
+    assert fullest_bytes(plan) == plan.staging_bytes == report.max_staging_bytes
     sent = sum(rank.bytes_sent for rank in report.ranks)
     assert sent == sum(rank.bytes_received for rank in report.ranks)
     if all("owner" in matrix for matrix in report.matrices):
@@ -111,6 +112,16 @@ def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
         newton_schulz = stack_ns(cost, 1, (550, 512)) if rank is owner else 0
         assert rank.rounds == [[Round(rows, results, newton_schulz)]]
         assert rank.step_ns >= rows + results
+
+
+def test_links_within_a_node_are_faster():
+    """Messages to other nodes and all-gathers over several nodes take the slower link."""
+    cost = CostModel(gbps=450, gbps_between_nodes=45)
+    assert messages_ns(cost, 450_000, 45_000) == 1000 + 1000
+    # An all-gather enters a node once, over the links of the fewest ranks of a node.
+    assert all_gather_ns(cost, [0, 1], 900) == round(450 / 450)
+    assert all_gather_ns(cost, [0, 8], 90_000) == round(45_000 / 45)
+    assert all_gather_ns(cost, [0, 1, 8, 9], 120_000) == round(90_000 / 90)
 
 
 def test_rounds_of_replicas_have_their_all_gather():
