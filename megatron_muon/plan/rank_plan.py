@@ -123,33 +123,23 @@ class _Builder:
 
     def bucket(self, indices: Iterable[int], stacks: Sequence[Stack]) -> RankBucket:
         """Return messages and moves of a bucket, or of local matrices in one stack."""
-        plan, rank = self._plan, self._rank
+        rank, indices = self._rank, sorted(indices)
         parts, num_stacked = _parts(stacks)
-        sends: _RoutesByRank = defaultdict(list)
-        receives: _RoutesByRank = defaultdict(list)
-        kept: list[Route] = []
-        # Routes of results, by holders of a shard and by owner.
-        results: dict[Ranks, _RoutesByRank] = defaultdict(lambda: defaultdict(list))
-        has_gather = False
-        for index in sorted(indices):
-            regions, owners = plan.matrices[index].regions, plan.owners[index]
-            has_gather |= any(owner not in region.holders for region in regions for owner in owners)
-            for route in self._routes(index):
-                if route.owner == rank and (route.matrix, route.block) not in parts:
-                    # In another stack of local matrices.
-                    continue
-                # Only one of several replicas sends its rows.
-                if route.source == route.owner == rank:
-                    kept.append(route)
-                elif route.owner == rank:
-                    receives[route.source].append(route)
-                elif route.source == rank:
-                    sends[route.owner].append(route)
-                if len(route.holders) > 1 or route.source != route.owner:
-                    results[route.holders][route.owner].append(route)
+        # Other blocks of local matrices are in other stacks.
+        routes = [
+            route
+            for index in indices
+            for route in self._routes(index)
+            if route.owner != rank or (route.matrix, route.block) in parts
+        ]
+        kept = [route for route in routes if route.source == route.owner == rank]
+        # Only one of several replicas sends its rows.
+        sends = _by_rank((r.owner, r) for r in routes if r.source == rank != r.owner)
+        receives = _by_rank((r.source, r) for r in routes if r.owner == rank != r.source)
+        returns, received, arrivals, num_arrived = self._scatter(routes)
         gather = Message(_elements(sends), _elements(receives))
-        scatter, returns, arrivals, num_arrived = self._scatter(results)
-        sent, received, returned = (sum(e.values()) for e in (*gather, scatter.sends))
+        scatter = Message(_elements(returns), received)
+        sent, num_received, returned = (sum(e.values()) for e in (*gather, scatter.sends))
 
         def in_stack(route: Route) -> _Place:
             first, num_cols = parts[route.matrix, route.block]
@@ -158,25 +148,24 @@ class _Builder:
         def in_shard(route: Route) -> _Place:
             return self._number[route.matrix], route.local_row, route.local_col, 0
 
-        placed = {
-            "pack": [(r, in_shard(r), at) for r, at in _consecutive(sends)],
-            "keep": [(r, in_shard(r), in_stack(r)) for r in kept],
-            "unpack": [(r, at, in_stack(r)) for r, at in _consecutive(receives)],
-            "return": [(r, in_stack(r), at) for r, at in _consecutive(returns)],
-            "arrive": [(r, at, in_shard(r)) for r, at in arrivals],
-            "stay": [(r, in_stack(r), in_shard(r)) for r in kept if len(r.holders) == 1],
-        }
+        def moves(placed: Iterable[tuple[Route, _Place, _Place]]) -> list[Move]:
+            return [
+                (*source, *to, r.num_rows, r.num_cols, self._first_block[r.matrix] + r.block)
+                for r, source, to in placed
+            ]
+
         return RankBucket(
             tuple(stacks),
-            gather if has_gather else None,
+            gather if self._has_gather(indices) else None,
             scatter,
-            BucketSizes(sent, received, num_stacked, returned, num_arrived),
+            BucketSizes(sent, num_received, num_stacked, returned, num_arrived),
             {
-                name: [
-                    (*source, *to, r.num_rows, r.num_cols, self._first_block[r.matrix] + r.block)
-                    for r, source, to in moves
-                ]
-                for name, moves in placed.items()
+                "pack": moves((r, in_shard(r), at) for r, at in _consecutive(sends)),
+                "keep": moves((r, in_shard(r), in_stack(r)) for r in kept),
+                "unpack": moves((r, at, in_stack(r)) for r, at in _consecutive(receives)),
+                "return": moves((r, in_stack(r), at) for r, at in _consecutive(returns)),
+                "arrive": moves((r, at, in_shard(r)) for r, at in arrivals),
+                "stay": moves((r, in_stack(r), in_shard(r)) for r in kept if len(r.holders) == 1),
             },
         )
 
@@ -189,30 +178,52 @@ class _Builder:
         if sees_all or rank in plan.matrices[index].elements_by_rank:
             yield from plan.routes(index, None if sees_all else rank)
 
+    def _has_gather(self, indices: Iterable[int]) -> bool:
+        return any(
+            owner not in region.holders
+            for index in indices
+            for region in self._plan.matrices[index].regions
+            for owner in self._plan.owners[index]
+        )
+
     def _scatter(
-        self, results: Mapping[Ranks, _RoutesByRank]
-    ) -> tuple[Message, _RoutesByRank, list[tuple[Route, _Place]], int]:
-        """Return the message of results, routes by receiver, arrivals, and their elements."""
+        self, routes: Iterable[Route]
+    ) -> tuple[_RoutesByRank, dict[int, int], list[tuple[Route, _Place]], int]:
+        """Return results by holder, elements by owner, arrivals, and the elements in their memory.
+
+        Results of kept rows without replicas stay.
+        """
+        rank = self._rank
         returns: _RoutesByRank = defaultdict(list)
         received: dict[int, int] = {}
         arrivals: list[tuple[Route, _Place]] = []
         num_arrived = 0
-        for holders, by_owner in results.items():
-            if self._rank not in holders and self._rank not in by_owner:
+        by_holders: dict[Ranks, list[Route]] = defaultdict(list)
+        for route in routes:
+            if len(route.holders) > 1 or route.source != route.owner:
+                by_holders[route.holders].append(route)
+        for holders, results in by_holders.items():
+            by_owner = _by_rank((route.owner, route) for route in results)
+            if rank not in (*holders, *by_owner):
                 continue
             section_size, messages = sections_of(holders, _elements(by_owner))
-            num_arrived += section_size * len(holders) * (self._rank in holders)
+            num_arrived += section_size * len(holders) * (rank in holders)
             for message in messages:
-                if self._rank not in (message.owner, *holders):
-                    continue
-                routes = list(routes_of_message(by_owner[message.owner], message))
-                if message.owner == self._rank:
-                    returns[message.holder] += routes
-                if message.holder == self._rank:
+                pieces = list(routes_of_message(by_owner[message.owner], message))
+                if message.owner == rank:
+                    returns[message.holder] += pieces
+                if message.holder == rank:
                     received[message.owner] = message.num_elements
-                if self._rank in holders:
-                    arrivals += _consecutive({message.holder: routes}, message.offset)
-        return Message(_elements(returns), received), returns, arrivals, num_arrived
+                if rank in holders:
+                    arrivals += _consecutive({rank: pieces}, message.offset)
+        return returns, received, arrivals, num_arrived
+
+
+def _by_rank(pairs: Iterable[tuple[int, Route]]) -> _RoutesByRank:
+    routes: _RoutesByRank = defaultdict(list)
+    for rank, route in pairs:
+        routes[rank].append(route)
+    return routes
 
 
 def _parts(stacks: Iterable[Stack]) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:

@@ -54,14 +54,14 @@ class Tensors:
     ) -> None:
         self.device, self.rows_device = memory.device, rows_device
         self.by_kernel = uses_kernel(memory.device) if by_kernel is None else by_kernel
-        self._known: list[list[int]] = []
+        self._known: tuple[list[int], list[tuple[int, ...]]] = ([], [])
         self.by_number = [memory]
         self.bind(())
 
     def bind(self, shards: Sequence[torch.Tensor]) -> None:
         """Move these shards from now on; none, to drop the ones of a step."""
         self.by_number[1:] = shards
-        self._strides = [[tensor.stride(0), tensor.stride(-1)] for tensor in self.by_number]
+        self._strides = list(map(torch.Tensor.stride, self.by_number))
 
     def update(self) -> None:
         """Find where tensors are now, before a step moves rows: their memory must be allocated.
@@ -71,10 +71,12 @@ class Tensors:
         if not self.by_kernel:
             return
         # Tensors may move in every step, and seldom do: a copy costs more than the comparison.
-        known = [list(map(torch.Tensor.data_ptr, self.by_number)), *self._strides]
+        known = list(map(torch.Tensor.data_ptr, self.by_number)), self._strides
         if known != self._known:
             self._known = known
-            entries = [[a, *s] for a, s in zip(known[0], self._strides, strict=True)]
+            entries = [
+                (address, strides[0], strides[-1]) for address, strides in zip(*known, strict=True)
+            ]
             self.table = _kernel().on_device(torch.tensor(entries), self.device)
 
 
