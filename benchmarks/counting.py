@@ -91,10 +91,10 @@ class OperationCounter(TorchDispatchMode):
 
         launch = row_kernel.launch
 
-        def counted(table: Any, pointers: Any, norms: Any) -> None:
+        def counted(table: Any, *args: Any) -> None:
             """Count a launch, and what it reads and writes; run it uncounted."""
             # Triton's interpreter copies tensors, which no GPU does.
-            uncounted(launch)(table, pointers, norms)
+            uncounted(launch)(table, *args)
             num_elements = int((table.moves[:, 8] * table.moves[:, 9]).sum())
             self.operations["row_kernel"] += 1
             self.num_bytes["row_kernel"] += num_elements * sum(d.itemsize for d in table.dtypes)

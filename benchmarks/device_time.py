@@ -173,8 +173,8 @@ def measure(job: Job, choice: str, roof: Roof, device: torch.device) -> dict[str
 
 def tasks(runner: Any) -> Iterator[tuple[int, tuple[int, int], int]]:
     """Yield, by stack of a runner, its matrices, the shape of a whole one, and its parts."""
-    for batch in [*runner._buckets, *runner._local]:
-        for task in batch.tasks:
+    for bucket in runner.buckets:
+        for task in bucket.tasks:
             yield task.tensor.shape[0], task.args.whole_shape, len(task.owners)
 
 

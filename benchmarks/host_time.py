@@ -59,12 +59,10 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
 
 def go_the_way_of_a_gpu() -> None:
     """Let the kernel move rows, one call compute norms, and one call orthogonalize a stack."""
-    from megatron_muon.runtime import local_rows, row_moves
+    from megatron_muon.runtime import row_moves
 
     norms_as_on_a_gpu()
     row_moves.uses_kernel = lambda device: True
-    # CPU ranks orthogonalize one matrix at once.
-    local_rows.batch_size = len
 
 
 def engine_figures(job: Job) -> dict[str, float]:

@@ -79,8 +79,9 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.rank_plan import RankSchedule
+    from megatron_muon.runtime.agreement import Domain
     from megatron_muon.runtime.engine import Engine
-    from megatron_muon.runtime.plan_runner import BoundPlan
+    from megatron_muon.runtime.plan_runner import PlanInput
     from megatron_muon.tools.plan.model_shape import PRESETS
     from megatron_muon.tools.plan.simulation import Parallelism, simulate
 
@@ -92,7 +93,7 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
     plans = [plan for plan in planned if rank in plan.ranks]
     with one_rank_of(job.dp, rank):
         rows: dict[Any, torch.Tensor] = {}
-        bound = []
+        inputs, groups = [], {}
         for number, plan in enumerate(plans):
             handles = {}
             for index, matrix in enumerate(plan.matrices):
@@ -102,8 +103,9 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
                     handles[index] = (number, index)
                     rows[number, index] = torch.empty(shape, device=device)
             owners = {ranks for ranks in plan.sets_of_owners if rank in ranks}
-            groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(owners)}
-            bound.append(BoundPlan(plan, handles, dist.new_group(plan.ranks), None, groups))
+            groups |= {ranks: dist.new_group(list(ranks)) for ranks in sorted(owners)}
+            domain = Domain(plan.ranks, dist.new_group(plan.ranks), None)
+            inputs.append(PlanInput(domain, plan.matrices, handles, None))
         newton_schulz = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.5, 1.0))
         schedule = RankSchedule.build(plans, rank)
-        yield Engine(bound, schedule, newton_schulz, device=device), rows
+        yield Engine(plans, inputs, schedule, groups, newton_schulz, device=device), rows

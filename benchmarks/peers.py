@@ -124,7 +124,7 @@ def all_gather(model: Model, precision: str) -> Peer:
     """Every rank gathers the momentum of every matrix in fp32, and orthogonalizes all of them."""
     from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
 
-    from megatron_muon.runtime.exchange import all_gather_rows
+    from megatron_muon.mcore.pipeline_repairs import all_gather_rows
 
     optimizer = Muon([torch.nn.Parameter(model.whole(0, 0))], fp32_matmul_prec=precision, **MUON)
     weights, grads = model.shards(0), model.shards(1000)

@@ -42,12 +42,9 @@ LAYERS, HIDDEN, HEADS = 8, 128, 4
 def build_optimizer(model: Any) -> Any:
     """Build Muon and Lion as on a GPU."""
     from megatron_muon.plan.cost import CostModel
-    from megatron_muon.runtime import local_rows
 
     norms_as_on_a_gpu()
     clip_as_with_transformer_engine()
-    # CPU ranks orthogonalize one matrix at once.
-    local_rows.batch_size = len
     # Named rates replace the rates of CPU ranks; the run sets the others.
     others = ("num_ns_steps", "backends", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}

@@ -7,7 +7,7 @@ Without them no model with stages trains under Megatron-FSDP, with any optimizer
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.megatron_fsdp import own_rows, shard_group, tensor_shard_rows
-from megatron_muon.runtime.exchange import all_gather_rows
 from megatron_muon.runtime.tensors import local_tensor
 
 # Elements. Source: megatron-core 0.19.2, the minimum of the method that is wrapped.
@@ -162,6 +161,38 @@ def accept_stages(
             config.expert_model_parallel_size = 1
         disable_bucketing = False
     original(config, ddp_config, module, pg_collection, disable_bucketing)
+
+
+def all_gather_rows(
+    local_rows: torch.Tensor, rows: Mapping[int, tuple[int, int]], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Assemble a whole matrix on every rank from the rows of all.
+
+    Shards are padded to the size of the largest one. Ranks with an empty shard still take part.
+
+    Args:
+        local_rows: This rank's rows, ``(local_rows, cols)``, any dtype; ``local_rows`` may be 0.
+        rows: Rows ``(start, stop)`` by rank of the job; those that hold none may be missing.
+        group: Ranks that hold all rows together.
+
+    Returns:
+        The whole matrix ``(rows, cols)``, contiguous, same dtype and bits as the shards.
+
+    Communication: one ``all_gather_into_tensor``; sends as many rows as the largest shard has to
+        every other rank. Megatron-FSDP's shards are uneven, so much of it may be padding.
+    Memory: as many rows for each rank until it returns, and the matrix.
+    """
+    ranges = [rows.get(rank, (0, 0)) for rank in dist.get_process_group_ranks(group)]
+    num_cols = local_rows.shape[1]
+    # all_gather_into_tensor needs equal sizes. What the padding holds never matters.
+    padded = local_rows.new_empty(max(stop - start for start, stop in ranges), num_cols)
+    padded[: local_rows.shape[0]].copy_(local_rows)
+    gathered = local_rows.new_empty(len(ranges), *padded.shape)
+    dist.all_gather_into_tensor(gathered.view(-1, num_cols), padded, group=group)
+    matrix = local_rows.new_empty(max(stop for _, stop in ranges), num_cols)
+    for shard, (start, stop) in zip(gathered, ranges, strict=True):
+        matrix[start:stop].copy_(shard[: stop - start])
+    return matrix
 
 
 def accept_chunks(original: Any, config: Any, model_chunks: list[Any]) -> None:

@@ -59,14 +59,15 @@ How a plan is made, once, at construction
     for n in n, 2 n, 4 n, ... 64:                                       # buckets.py
         for m in exchanged, longest first:
             put m into the bucket with the least load on its owners
-        if buffers of the fullest rank, placed by lifetime, fit into memory: break
+        if buffers of the fullest rank (all-reduce), placed by lifetime, fit into memory: break
 
-    compare a hash of all owners and buckets between ranks
+    compare a hash of all owners and buckets between ranks, as one of all layouts before
 
     # rank_plan.py, for one rank:
     routes   = every rectangle of a shard and a part, from its nearest holder to the owner
     messages = routes by sender and receiver; the scatter sends the same routes back
     stacks   = its parts by shape
+    moves    = tables of integers: rectangles between shards, messages and stacks
     offsets  = of every buffer in one arena
 
 The step of a rank (``megatron_muon.plan.schedule``)::
@@ -87,14 +88,13 @@ Files, each importing only those above it::
     routes         routes of a matrix to its owners, and of results back to the holders
     schedule       the order of a step
     staging        memory of a step: lifetimes and offsets of buffers
-    sizes          elements that ranks send, receive and stage in one bucket
     buckets        matrices that are exchanged together
     exchange_plan  the plan of ranks that work together, checked
-    rank_plan      the step of one rank
+    rank_plan      the step of one rank: messages, stacks, and tables of moves
 """
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.rank_plan import OwnedStacks, RankBucket, RankPlan
+from megatron_muon.plan.rank_plan import RankBucket, RankPlan
 from megatron_muon.plan.routes import Part, Route
 from megatron_muon.plan.settings import CommDtypes, ExchangeSettings
 
@@ -102,7 +102,6 @@ __all__ = [
     "CommDtypes",
     "ExchangePlan",
     "ExchangeSettings",
-    "OwnedStacks",
     "Part",
     "RankBucket",
     "RankPlan",

@@ -11,15 +11,15 @@ and in every bucket most ranks would wait for a few owners.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from megatron_muon.plan.layout import MatrixLayout, Ranks
 from megatron_muon.plan.owners import matrix_ns
-from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import PlanSettings
-from megatron_muon.plan.sizes import SizeCounter
-from megatron_muon.plan.staging import PlanStaging, StagingLayout, aligned_size
+
+# Indices of the matrices by bucket, ascending.
+type Buckets = tuple[tuple[int, ...], ...]
 
 # More buckets gain little.
 _MAX_BUCKETS = 16
@@ -30,52 +30,45 @@ _MAX_OVERHEAD = 0.1
 _MAX_FOR_MEMORY = 64
 
 
-class Buckets(NamedTuple):
-    """The buckets of a plan.
+def bucket_choices(
+    indices: Sequence[int],
+    matrices: Sequence[MatrixLayout],
+    owners: Sequence[Ranks],
+    settings: PlanSettings,
+) -> Iterator[Buckets]:
+    """Yield buckets of the exchanged matrices, by the rule first, and then twice as many each time.
 
     Args:
-        matrices: Indices of the matrices by bucket, ascending.
-        order: Numbers that decide the order of a step.
-        staging_bytes: Staging memory of the fullest rank.
+        indices: The exchanged matrices.
+        matrices: All matrices of the plan.
+        owners: Owners by matrix.
+        settings: Rates of the machine, and the number of buckets if it is given.
     """
-
-    matrices: tuple[tuple[int, ...], ...]
-    order: PlanOrder
-    staging_bytes: int
-
-
-def choose_buckets(
-    indices: Sequence[int], local: Sequence[int], sizes: SizeCounter, settings: PlanSettings
-) -> Buckets:
-    """Return the first buckets that fit into ``settings.staging_bytes`` a rank, else the last."""
-    load_ns = {
-        index: matrix_ns(sizes.matrices[index], sizes.cost, len(sizes.owners[index]))
-        for index in indices
-    }
-    count = (settings.num_buckets or _num_buckets(load_ns, sizes)) if indices else 0
+    load_ns = {i: matrix_ns(matrices[i], settings.cost, len(owners[i])) for i in indices}
+    count = settings.num_buckets or _num_buckets(load_ns, matrices, owners, settings)
     while True:
-        buckets = _fill_buckets(load_ns, sizes, count)
-        order = PlanOrder(len(buckets), sizes.has_replicas)
-        num_bytes = _bytes_of_fullest(sizes.staging(buckets, local, order).values())
-        if (
-            num_bytes <= settings.staging_bytes
-            or len(buckets) == len(indices)
-            or 2 * count > _MAX_FOR_MEMORY
-        ):
-            return Buckets(tuple(buckets), order, num_bytes)
+        buckets = _fill_buckets(load_ns, matrices, owners, count)
+        yield buckets
         count *= 2
+        if len(buckets) == len(indices) or count > _MAX_FOR_MEMORY:
+            return
 
 
-def _num_buckets(load_ns: Mapping[int, int], sizes: SizeCounter) -> int:
+def _num_buckets(
+    load_ns: Mapping[int, int],
+    matrices: Sequence[MatrixLayout],
+    owners: Sequence[Ranks],
+    settings: PlanSettings,
+) -> int:
     """Return the number of buckets: the time of the busiest owner over the shortest bucket."""
-    ranks = sizes.matrices[min(load_ns)].ranks
-    shortest_ns = 2 * sizes.cost.collective_ns(ranks) / _MAX_OVERHEAD
     load_by_owner: Counter[int] = Counter()
     for index, time_ns in load_ns.items():
-        for owner in sizes.owners[index]:
+        for owner in owners[index]:
             load_by_owner[owner] += time_ns
-    shortest_ns = max(1, shortest_ns, *load_ns.values())
-    return max(1, min(_MAX_BUCKETS, round(max(load_by_owner.values()) / shortest_ns)))
+    collectives_ns = 2 * settings.cost.collective_ns(matrices[0].ranks)
+    shortest_ns = max(1, collectives_ns / _MAX_OVERHEAD, *load_ns.values())
+    longest_ns = max(load_by_owner.values(), default=0)
+    return max(1, min(_MAX_BUCKETS, round(longest_ns / shortest_ns)))
 
 
 @dataclass
@@ -88,8 +81,11 @@ class _Draft:
 
 
 def _fill_buckets(
-    load_ns: Mapping[int, int], sizes: SizeCounter, count: int
-) -> list[tuple[int, ...]]:
+    load_ns: Mapping[int, int],
+    matrices: Sequence[MatrixLayout],
+    owners: Sequence[Ranks],
+    count: int,
+) -> Buckets:
     """Assign matrices, longest first, to the buckets with the least load on their owners.
 
     Ties go to the bucket with the fewest matrices of the same layout: then no bucket has all
@@ -98,31 +94,19 @@ def _fill_buckets(
     """
     drafts = [_Draft() for _ in range(count)]
     for index in sorted(load_ns, key=lambda index: (-load_ns[index], index)):
-        matrix, owners = sizes.matrices[index], sizes.owners[index]
+        matrix = matrices[index]
         # The first and the last shard are enough: this only decides ties.
         layout = matrix.blocks, matrix.regions[0].holders, matrix.regions[-1].holders
         draft = min(
             drafts,
             key=lambda draft: (
-                max(draft.load_ns[owner] for owner in owners),
+                max(draft.load_ns[owner] for owner in owners[index]),
                 draft.num_same_layout[layout],
             ),
         )
         draft.matrices.append(index)
         draft.num_same_layout[layout] += 1
-        for owner in owners:
+        for owner in owners[index]:
             draft.load_ns[owner] += load_ns[index]
     # The shortest bucket first, so that work starts early.
-    return [tuple(sorted(draft.matrices)) for draft in reversed(drafts) if draft.matrices]
-
-
-def _bytes_of_fullest(stagings: Iterable[PlanStaging]) -> int:
-    """Return the staging bytes of the fullest rank, as its engine allocates them."""
-    num_bytes = 0
-    # Without repetitions: most ranks stage the same.
-    totals = [(sum(map(aligned_size, staging.buffers())), staging) for staging in set(stagings)]
-    for total, staging in sorted(totals, key=lambda pair: -pair[0]):
-        # Ranks that need less even without sharing are not laid out.
-        if total > num_bytes:
-            num_bytes = max(num_bytes, StagingLayout.build([staging]).num_bytes)
-    return num_bytes
+    return tuple(tuple(sorted(draft.matrices)) for draft in reversed(drafts) if draft.matrices)

@@ -9,7 +9,6 @@ do not depend on their order, and ranks of one job agree on them.
 import dataclasses
 import functools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -144,40 +143,23 @@ class CostModel:
     ) -> int:
         """Estimate the time of a matrix on an owner, with the fastest backend.
 
-        Launches are shared by a full stack; ``stack_ns()`` is the time of a given stack. Owners of
+        Launches are shared by a full stack. Owners of
         ``num_parts`` equal parts of the longer side, on one node or not, all-reduce the Gram matrix
         of the shorter side in 2 bytes an element.
         """
         backend = self.backend_of(num_rows, num_cols, num_parts)
         return self._matrix_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
 
-    def stack_ns(
-        self,
-        num_matrices: int,
-        num_rows: int,
-        num_cols: int,
-        num_parts: int = 1,
-        *,
-        on_node: bool = True,
-    ) -> int:
-        """Estimate one call of Newton-Schulz; other arguments as for ``newton_schulz_ns()``."""
-        backend = self.backend_of(num_rows, num_cols, num_parts)
-        products, launches, all_reduces = self._costs_ns(
-            num_rows, num_cols, num_parts, backend, on_node=on_node
-        )
-        calls = 1 if BACKENDS[backend].is_batched else num_matrices
-        return num_matrices * products + calls * launches + all_reduces
-
     def _matrix_ns(
         self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool = True
     ) -> int:
-        products, launches, all_reduces = self._costs_ns(
+        products, launches, all_reduces = self.costs_ns(
             num_rows, num_cols, num_parts, backend, on_node=on_node
         )
         stack_size = self.stack_size(num_rows, num_cols) if BACKENDS[backend].is_batched else 1
         return products + launches // stack_size + all_reduces
 
-    def _costs_ns(
+    def costs_ns(
         self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
     ) -> tuple[int, int, int]:
         """Estimate products, launches and all-reduces of one part of a matrix."""
@@ -201,30 +183,14 @@ class CostModel:
         """Return the node of a rank."""
         return rank // self.ranks_per_node
 
-    def share_a_node(self, ranks: Sequence[int]) -> bool:
+    def is_on_one_node(self, ranks: Sequence[int]) -> bool:
         """Return whether all ranks, ascending, are on one node."""
         return self.node(ranks[0]) == self.node(ranks[-1])
 
     def collective_ns(self, ranks: Sequence[int]) -> int:
         """Estimate a collective of some ranks, ascending, that carries nothing."""
-        latency_us = self.all_reduce_us * (1 if self.share_a_node(ranks) else 2)
+        latency_us = self.all_reduce_us * (1 if self.is_on_one_node(ranks) else 2)
         return round(1e3 * (latency_us + self.collective_us))
-
-    def all_gather_ns(self, ranks: Sequence[int], num_bytes: int) -> int:
-        """Estimate an all-gather with this many bytes of output.
-
-        Every byte enters a node once, over the links of all ranks there.
-        Source: "bus bandwidth" of doc/PERFORMANCE.md of NVIDIA/nccl-tests.
-        """
-        gbps = self.gbps
-        if not self.share_a_node(ranks):
-            fewest = min(Counter(map(self.node, ranks)).values())
-            gbps = min(gbps, fewest * self.gbps_between_nodes)
-        return round(num_bytes * (len(ranks) - 1) / len(ranks) / gbps)
-
-    def messages_ns(self, on_node_bytes: int, off_node_bytes: int) -> int:
-        """Estimate the messages of one rank in one direction, to its node and to others."""
-        return round(on_node_bytes / self.gbps + off_node_bytes / self.gbps_between_nodes)
 
 
 _MAY_BE_ZERO = ("kernel_us", "all_reduce_us", "collective_us", "half_rate_side")
@@ -253,16 +219,3 @@ def gpu_rates(capability: int) -> CostModel:
     """Return the rates of the nearest known major compute capability."""
     nearest = min(_BY_CAPABILITY, key=lambda known: (abs(known - capability), known))
     return _BY_CAPABILITY[nearest]
-
-
-# The machine the tests run on: one core a rank, gloo over the loopback. Stacks pay for the host's
-# time of a call: 2 to 16 times up to 64 rows of bf16, half at 128, a tenth at 256, nothing above.
-CPU_RANKS = CostModel(
-    tflops=0.4,
-    half_rate_side=0.0,
-    gbps=2.0,
-    gbps_between_nodes=2.0,
-    kernel_us=20.0,
-    all_reduce_us=500.0,
-    stack_tiles=32,
-)

@@ -2,26 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a domain: owners and buckets of its matrices; built once, no torch."""
 
+import dataclasses
+import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_muon.plan.buckets import choose_buckets
+from megatron_muon.plan.buckets import Buckets, bucket_choices
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout, Ranks
+from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Ranks
 from megatron_muon.plan.owners import choose_owners
-from megatron_muon.plan.routes import Route, routes_of
-from megatron_muon.plan.schedule import PlanOrder
+from megatron_muon.plan.routes import Part, Route, Stack, parts_of, routes_of
 from megatron_muon.plan.settings import CommDtypes, PlanSettings
-from megatron_muon.plan.sizes import SizeCounter
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
     """Owners and buckets of a list of matrices, equal on all ranks that have them.
 
-    ``plan_matrices()`` makes one; ``RankPlan`` is the share of one rank.
+    ``plan_matrices()`` makes one; ``RankPlan`` is the part of one rank.
 
     Args:
         matrices: Layouts, in parameter order.
@@ -31,9 +32,7 @@ class ExchangePlan:
         dtypes: Dtypes of rows and results.
         local: Indices of the local matrices, ascending.
         buckets: Indices of the matrices by bucket, ascending.
-        order: Numbers of the plan that decide the order of a step.
         staging_bytes: Memory of messages and stacks on the fullest rank, if it has no other plan.
-        sizes: Counts elements of messages and stacks by bucket.
     """
 
     matrices: tuple[MatrixLayout, ...]
@@ -42,10 +41,8 @@ class ExchangePlan:
     cost: CostModel
     dtypes: CommDtypes
     local: tuple[int, ...]
-    buckets: tuple[tuple[int, ...], ...]
-    order: PlanOrder
-    staging_bytes: int
-    sizes: SizeCounter = field(compare=False, repr=False)
+    buckets: Buckets = ()
+    staging_bytes: int = 0
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -58,6 +55,36 @@ class ExchangePlan:
         return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
 
     @cached_property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same rows."""
+        # Equal layers share their regions.
+        tilings = {id(matrix.regions): matrix.regions for matrix in self.matrices}.values()
+        return any(len(region.holders) > 1 for regions in tilings for region in regions)
+
+    def stacks(self, indices: Iterable[int]) -> dict[int, list[Stack]]:
+        """Return the stacks of some matrices by owner, in the order of the step."""
+        stacks: dict[int, list[Stack]] = defaultdict(list)
+        by_shape: dict[tuple[int, MatrixShape], list[Part]] = defaultdict(list)
+        for index in indices:
+            owners = self.owners[index]
+            for block, shape in enumerate(self.matrices[index].blocks):
+                for part in parts_of(index, block, shape, owners):
+                    # Upstream's function orthogonalizes rows in fp32, one matrix a call. The
+                    # all-reduces of a split block are between its owners: batching it with
+                    # another block would need the same owners, in the same stack, on all.
+                    if self.dtypes.normalizes and len(owners) == 1:
+                        by_shape[part.owner, shape].append(part)
+                    else:
+                        stacks[part.owner].append((part,))
+        for (owner, shape), parts in by_shape.items():
+            stacks[owner] += itertools.batched(parts, self.cost.stack_size(*shape))
+        for owned in stacks.values():
+            # Ranks that share several split blocks must come to them in the same order, and first:
+            # they all-reduce inside Newton-Schulz.
+            owned.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0][:2]))
+        return stacks
+
+    @cached_property
     def sets_of_owners(self) -> tuple[Ranks, ...]:
         """Sets of ranks that split a matrix, ascending."""
         return tuple(sorted({owners for owners in self.owners if len(owners) > 1}))
@@ -68,29 +95,32 @@ class ExchangePlan:
         return self.cost.backend_of(*blocks[block], len(self.owners[index]))
 
     def entries(self) -> list[str]:
-        """Describe the plan for comparison by ranks: two lines a matrix, one for the order."""
-        # Layouts come first: a matrix that a rank lacks changes the owners of others.
-        # A checksum of the regions: their text would be megabytes for a large model, and the line
-        # names the matrix anyway. Layers share their regions, maybe thousands.
-        regions = {id(matrix.regions): matrix.regions for matrix in self.matrices}
-        checksums = {key: zlib.crc32(repr(tiling).encode()) for key, tiling in regions.items()}
-        layouts = [
-            f"{matrix.name} {matrix.blocks} layout {checksums[id(matrix.regions)]:08x}"
-            f"{' transposed' if matrix.is_transposed else ''}"
-            for matrix in self.matrices
-        ]
+        """Describe owners and buckets for comparison by ranks, a line a matrix."""
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
-        owners_and_buckets = [
+        return [
             f"{matrix.name} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
-        return [*layouts, *owners_and_buckets, str(self.order)]
+
+
+def layout_entries(matrices: Sequence[MatrixLayout]) -> list[str]:
+    """Describe layouts for comparison by ranks, a line a matrix."""
+    # A checksum of the regions: their text would be megabytes for a large model, and the line
+    # names the matrix anyway. Layers share their regions, maybe thousands.
+    regions = {id(matrix.regions): matrix.regions for matrix in matrices}
+    checksums = {key: zlib.crc32(repr(tiling).encode()) for key, tiling in regions.items()}
+    return [
+        f"{matrix.name} {matrix.blocks} layout {checksums[id(matrix.regions)]:08x}"
+        f"{' transposed' if matrix.is_transposed else ''}"
+        for matrix in matrices
+    ]
 
 
 def plan_matrices(
     matrices: Sequence[MatrixLayout],
     settings: PlanSettings,
+    fullest_bytes: Callable[[ExchangePlan], int],
     *,
     load_ns: Mapping[int, int],
 ) -> ExchangePlan:
@@ -100,11 +130,12 @@ def plan_matrices(
         matrices: Layouts.
         settings: Rates, dtypes and maximum number of owners, and memory of this plan on a rank. If
             no number of buckets fits, the plan needs more.
+        fullest_bytes: Returns the staging memory of the fullest rank for some buckets; in a run the
+            maximum of all ranks, which plan together.
         load_ns: Time that ranks of the domain spend on other matrices.
     """
     # Nothing here depends on the rank that builds the plan: all ranks must get the same.
     assignment = choose_owners(matrices, settings, load_ns)
-    sizes = SizeCounter(matrices, assignment.owners, settings.cost, settings.dtypes)
     local: list[int] = []
     exchanged: list[int] = []
     for index, (matrix, owners) in enumerate(zip(matrices, assignment.owners, strict=True)):
@@ -112,17 +143,13 @@ def plan_matrices(
         # replicas still exchanges parts.
         is_local = len(owners) == 1 and all(region.holders == owners for region in matrix.regions)
         (local if is_local else exchanged).append(index)
-    buckets = choose_buckets(exchanged, local, sizes, settings)
-    return ExchangePlan(
-        tuple(matrices),
-        assignment.owners,
-        assignment.load_ns,
-        settings.cost,
-        settings.dtypes,
-        tuple(local),
-        *buckets,
-        sizes,
-    )
+    plan = ExchangePlan(tuple(matrices), *assignment, settings.cost, settings.dtypes, tuple(local))
+    for buckets in bucket_choices(exchanged, matrices, assignment.owners, settings):
+        plan = dataclasses.replace(plan, buckets=buckets)
+        plan = dataclasses.replace(plan, staging_bytes=fullest_bytes(plan))
+        if plan.staging_bytes <= settings.staging_bytes:
+            break
+    return plan
 
 
 def staging_problem(

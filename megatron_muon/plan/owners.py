@@ -98,7 +98,7 @@ def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
     Owners of a split matrix are consecutive ranks of its domain. If the first such set spans nodes,
     as under tensor parallelism, all sets are assumed to span nodes.
     """
-    on_node = cost.share_a_node(matrix.ranks[:num_parts])
+    on_node = cost.is_on_one_node(matrix.ranks[:num_parts])
     return sum(cost.newton_schulz_ns(*shape, num_parts, on_node=on_node) for shape in matrix.blocks)
 
 

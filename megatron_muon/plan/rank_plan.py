@@ -1,153 +1,253 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The step of one rank over all of its plans: messages, stacks, and their order."""
+"""The step of one rank over all of its plans, as integers: messages, stacks and moves of rows.
+
+A *move* copies a rectangle. Moves that are made together are one table of integers, which the
+kernel of ``megatron_muon.runtime.row_kernel`` reads as it is. A bucket has six tables::
+
+    updates --pack--> gather_send ~~~> gather_receive --unpack--> stacks
+    updates --keep----------------------------------------------> stacks
+    results <--arrive-- scatter_receive <~~~ scatter_send <--return-- stacks
+    results <--stay---------------------------------------------- stacks
+"""
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Ranks
-from megatron_muon.plan.routes import Route, ShardScatter, routes_of_share, scatter_to
-from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
-from megatron_muon.plan.settings import CommDtypes
-from megatron_muon.plan.sizes import Stack, num_elements
+from megatron_muon.plan.routes import (
+    Route,
+    Stack,
+    routes_of_message,
+    sections_of,
+    stack_elements,
+)
+from megatron_muon.plan.schedule import Action, actions_of
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
 
-# Routes by the rank at the other end of a message. Both ends list them in plan order.
-type Messages = Mapping[int, Sequence[Route]]
+# Sources and targets by table: shards of updates or of results, or a buffer of BucketSizes.
+TABLES = {
+    "pack": ("updates", "gather_send"),
+    "keep": ("updates", "stacks"),
+    "unpack": ("gather_receive", "stacks"),
+    "return": ("stacks", "scatter_send"),
+    "arrive": ("scatter_receive", "results"),
+    "stay": ("stacks", "results"),
+}
+# Number of a tensor, row and column in it, and the stride of its rows; 0 for the tensor's own
+# stride. Buffers have the number 0, and one row. Shards count from 1 in the order of matrices.
+type _Place = tuple[int, int, int, int]
+# Source and target, rows, columns, and the position of the block among all blocks of the plan.
+type Move = tuple[int, ...]
 type _RoutesByRank = dict[int, list[Route]]
 
 
-class Arrival(NamedTuple):
-    """Results for this rank's rows in the memory of a scatter.
+class Message(NamedTuple):
+    """Elements of one rank in one ``all_to_all_single``, by rank of the job.
 
     Args:
-        route: The rectangle, whole or a part of one.
-        offset: Its first element.
+        sends: By receiver.
+        receives: By sender.
     """
 
-    route: Route
-    offset: int
-
-
-@dataclass(frozen=True)
-class OwnedStacks:
-    """Stacks that one rank orthogonalizes together.
-
-    Args:
-        stacks: Stacks of parts of one shape.
-        kept: Routes from the rank to itself: their rows are here already.
-    """
-
-    stacks: tuple[Stack, ...]
-    kept: tuple[Route, ...]
-
-    @property
-    def staying(self) -> tuple[Route, ...]:
-        """Kept routes without replicas: their results stay too."""
-        return tuple(route for route in self.kept if len(route.holders) == 1)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all stacks."""
-        return sum(map(num_elements, self.stacks))
-
-
-@dataclass(frozen=True)
-class RankScatter:
-    """Results that one rank sends and receives in one bucket.
-
-    Args:
-        sends: Results by holder, itself included if others hold the same rows.
-        receives: Elements by owner.
-        arrivals: Results for its rows, once replicas have passed them on.
-        shard: Results for the replicas of its shard; None without results in this bucket.
-    """
-
-    sends: Messages
+    sends: Mapping[int, int]
     receives: Mapping[int, int]
-    arrivals: tuple[Arrival, ...]
-    shard: ShardScatter | None
 
 
 @dataclass(frozen=True)
 class RankBucket:
-    """Messages and stacks of one rank in one bucket.
+    """Messages, stacks and moves of one rank in one bucket, or of one stack of local matrices.
 
     Args:
-        owned: Its stacks.
-        sends: Rows by other owner.
-        receives: Rows by other source.
-        has_gather: Whether any rank of the domain sends rows. Otherwise, as with replicas of whole
-            matrices, all ranks leave the gather out.
-        scatter: Messages of results.
+        stacks: Stacks of parts of one shape, end to end in memory.
+        gather: Rows. None if no rank of the domain sends any, as with replicas of whole matrices.
+        scatter: Results; with replicas also results for itself.
+        num_elements: Elements of its buffers. With replicas, scatters are received in sections of
+            one size, a section per replica.
+        moves: Moves by name of their table. Results *stay* without replicas; others *arrive*.
     """
 
-    owned: OwnedStacks
-    sends: Messages
-    receives: Messages
-    has_gather: bool
-    scatter: RankScatter
-
-    @property
-    def num_elements(self) -> BucketSizes:
-        """Elements of its buffers."""
-        return BucketSizes(
-            _num_elements(self.sends),
-            _num_elements(self.receives),
-            self.owned.num_elements,
-            _num_elements(self.scatter.sends),
-            self.scatter.shard.num_elements if self.scatter.shard is not None else 0,
-        )
+    stacks: tuple[Stack, ...]
+    gather: Message | None
+    scatter: Message
+    num_elements: BucketSizes
+    moves: Mapping[str, Sequence[Move]]
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Share of one rank in a plan: local matrices, and messages and stacks of every bucket.
+    """Part of one rank in a plan.
 
     Args:
         local: Stacks of local matrices, one by one.
         buckets: All buckets of the plan, as the rank joins all collectives.
-        order: Numbers of the plan that decide the order of a step.
+        staging: Staging memory of the plan.
     """
 
-    local: tuple[OwnedStacks, ...]
+    local: tuple[RankBucket, ...]
     buckets: tuple[RankBucket, ...]
-    order: PlanOrder
+    staging: PlanStaging
 
     @classmethod
     def build(cls, plan: ExchangePlan, rank: int) -> "RankPlan":
-        """Return the share of one rank in a plan of its domain."""
-        local = [index for index in plan.local if plan.owners[index] == (rank,)]
-        return cls(
-            local=tuple(_owned(plan, [stack], rank) for stack in plan.sizes.stacks(local)[rank]),
-            buckets=tuple(_rank_bucket(plan, bucket, rank) for bucket in plan.buckets),
-            order=plan.order,
+        """Return the part of one rank in a plan of its domain."""
+        builder = _Builder(plan, rank)
+        stacks = builder.stacks(plan.local)
+        local = tuple(builder.bucket({p.matrix for p in stack}, [stack]) for stack in stacks)
+        buckets = tuple(builder.bucket(bucket, builder.stacks(bucket)) for bucket in plan.buckets)
+        staging = PlanStaging(
+            tuple(bucket.num_elements.in_bytes(plan.dtypes) for bucket in buckets),
+            max((b.num_elements.in_bytes(plan.dtypes).stacks for b in local), default=0),
+        )
+        return cls(local, buckets, staging)
+
+
+class _Builder:
+    """Build the part of one rank in a plan."""
+
+    def __init__(self, plan: ExchangePlan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        held = (i for i, matrix in enumerate(plan.matrices) if rank in matrix.elements_by_rank)
+        self._number = {index: number for number, index in enumerate(held, 1)}
+        sizes = (len(matrix.blocks) for matrix in plan.matrices)
+        self._first_block = list(itertools.accumulate(sizes, initial=0))
+
+    def stacks(self, indices: Iterable[int]) -> list[Stack]:
+        """Return the stacks of this rank for some matrices."""
+        owned = (index for index in indices if self._rank in self._plan.owners[index])
+        return self._plan.stacks(owned)[self._rank]
+
+    def bucket(self, indices: Iterable[int], stacks: Sequence[Stack]) -> RankBucket:
+        """Return messages and moves of a bucket, or of local matrices in one stack."""
+        rank, indices = self._rank, sorted(indices)
+        parts, num_stacked = _parts(stacks)
+        # Other blocks of local matrices are in other stacks.
+        routes = [
+            route
+            for index in indices
+            for route in self._routes(index)
+            if route.owner != rank or (route.matrix, route.block) in parts
+        ]
+        kept = [route for route in routes if route.source == route.owner == rank]
+        # Only one of several replicas sends its rows.
+        sends = _by_rank((r.owner, r) for r in routes if r.source == rank != r.owner)
+        receives = _by_rank((r.source, r) for r in routes if r.owner == rank != r.source)
+        returns, received, arrivals, num_arrived = self._scatter(routes)
+        gather = Message(_elements(sends), _elements(receives))
+        scatter = Message(_elements(returns), received)
+        sent, num_received, returned = (sum(e.values()) for e in (*gather, scatter.sends))
+
+        def in_stack(route: Route) -> _Place:
+            first, num_cols = parts[route.matrix, route.block]
+            return 0, 0, first + route.row * num_cols + route.col, num_cols
+
+        def in_shard(route: Route) -> _Place:
+            return self._number[route.matrix], route.local_row, route.local_col, 0
+
+        def moves(placed: Iterable[tuple[Route, _Place, _Place]]) -> list[Move]:
+            return [
+                (*source, *to, r.num_rows, r.num_cols, self._first_block[r.matrix] + r.block)
+                for r, source, to in placed
+            ]
+
+        return RankBucket(
+            tuple(stacks),
+            gather if self._has_gather(indices) else None,
+            scatter,
+            BucketSizes(sent, num_received, num_stacked, returned, num_arrived),
+            {
+                "pack": moves((r, in_shard(r), at) for r, at in _consecutive(sends)),
+                "keep": moves((r, in_shard(r), in_stack(r)) for r in kept),
+                "unpack": moves((r, at, in_stack(r)) for r, at in _consecutive(receives)),
+                "return": moves((r, in_stack(r), at) for r, at in _consecutive(returns)),
+                "arrive": moves((r, at, in_shard(r)) for r, at in arrivals),
+                "stay": moves((r, in_stack(r), in_shard(r)) for r in kept if len(r.holders) == 1),
+            },
         )
 
-    def staging(self, dtypes: CommDtypes) -> PlanStaging:
-        """Return the staging memory of the plan."""
-        return PlanStaging(
-            self.order,
-            tuple(bucket.num_elements for bucket in self.buckets),
-            max((owned.num_elements for owned in self.local), default=0),
-            dtypes,
+    def _routes(self, index: int) -> Iterator[Route]:
+        """Yield the routes of a matrix that this rank has to know."""
+        plan, rank = self._plan, self._rank
+        # Most of thousands of ranks neither hold nor own a matrix. With replicas, their messages
+        # decide the sections of this rank's results.
+        sees_all = plan.has_replicas or rank in plan.owners[index]
+        if sees_all or rank in plan.matrices[index].elements_by_rank:
+            yield from plan.routes(index, None if sees_all else rank)
+
+    def _has_gather(self, indices: Iterable[int]) -> bool:
+        return any(
+            owner not in region.holders
+            for index in indices
+            for region in self._plan.matrices[index].regions
+            for owner in self._plan.owners[index]
         )
 
+    def _scatter(
+        self, routes: Iterable[Route]
+    ) -> tuple[_RoutesByRank, dict[int, int], list[tuple[Route, _Place]], int]:
+        """Return results by holder, elements by owner, arrivals, and the elements in their memory.
 
-class LocalStack(NamedTuple):
-    """A stack of local matrices.
+        Results of kept rows without replicas stay.
+        """
+        rank = self._rank
+        returns: _RoutesByRank = defaultdict(list)
+        received: dict[int, int] = {}
+        arrivals: list[tuple[Route, _Place]] = []
+        num_arrived = 0
+        by_holders: dict[Ranks, list[Route]] = defaultdict(list)
+        for route in routes:
+            if len(route.holders) > 1 or route.source != route.owner:
+                by_holders[route.holders].append(route)
+        for holders, results in by_holders.items():
+            by_owner = _by_rank((route.owner, route) for route in results)
+            if rank not in (*holders, *by_owner):
+                continue
+            section_size, messages = sections_of(holders, _elements(by_owner))
+            num_arrived += section_size * len(holders) * (rank in holders)
+            for message in messages:
+                pieces = list(routes_of_message(by_owner[message.owner], message))
+                if message.owner == rank:
+                    returns[message.holder] += pieces
+                if message.holder == rank:
+                    received[message.owner] = message.num_elements
+                if rank in holders:
+                    arrivals += _consecutive({rank: pieces}, message.offset)
+        return returns, received, arrivals, num_arrived
 
-    Args:
-        plan: Position of its plan in the list of the rank.
-        number: Position in ``RankPlan.local``.
-    """
 
-    plan: int
-    number: int
+def _by_rank(pairs: Iterable[tuple[int, Route]]) -> _RoutesByRank:
+    routes: _RoutesByRank = defaultdict(list)
+    for rank, route in pairs:
+        routes[rank].append(route)
+    return routes
+
+
+def _parts(stacks: Iterable[Stack]) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
+    """Return first element and columns of parts by matrix and block, and the elements of all."""
+    parts: dict[tuple[int, int], tuple[int, int]] = {}
+    end = 0
+    for stack in stacks:
+        for number, part in enumerate(stack):
+            first = end + number * part.num_rows * part.num_cols
+            parts[part.matrix, part.block] = first, part.num_cols
+        end += stack_elements(stack)
+    return parts, end
+
+
+def _consecutive(messages: _RoutesByRank, first: int = 0) -> Iterator[tuple[Route, _Place]]:
+    """Yield routes in the order of ranks, and their places in a message, from an element on."""
+    for _, routes in sorted(messages.items()):
+        for route in routes:
+            yield route, (0, 0, first, route.num_cols)
+            first += route.num_elements
+
+
+def _elements(messages: _RoutesByRank) -> dict[int, int]:
+    return {rank: sum(r.num_elements for r in routes) for rank, routes in messages.items()}
 
 
 @dataclass(frozen=True)
@@ -155,120 +255,37 @@ class RankSchedule:
     """The step of one rank.
 
     Args:
-        rank_plans: Share of the rank, by plan.
-        actions: Actions of the step, in order.
-        local: Local matrices to orthogonalize at the beginning of every round, and at the end.
-        staging: Memory of messages and stacks.
+        rank_plans: Part of the rank, by plan.
+        actions: Actions of the step, in order. ``local`` is one stack of local matrices, by its
+            number in ``RankPlan.local``.
+        offsets: Offsets of buffers in the arena, by plan: of buckets, then of local stacks.
+        staging_bytes: Size of the arena.
     """
 
     rank_plans: tuple[RankPlan, ...]
     actions: tuple[Action, ...]
-    local: tuple[tuple[LocalStack, ...], ...]
-    staging: StagingLayout
+    offsets: tuple[tuple[BucketSizes, ...], ...]
+    staging_bytes: int
 
     @classmethod
     def build(cls, plans: Sequence[ExchangePlan], rank: int) -> "RankSchedule":
         """Return the step of one rank, with the plans of its domains in their order."""
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
-        actions = actions_of(tuple(rank_plan.order for rank_plan in rank_plans))
-        staging = [
-            rank_plan.staging(plan.dtypes)
-            for rank_plan, plan in zip(rank_plans, plans, strict=True)
+        staging = StagingLayout.build([rank_plan.staging for rank_plan in rank_plans])
+        local = [
+            (p, n) for p, rank_plan in enumerate(rank_plans) for n in range(len(rank_plan.local))
         ]
-        return cls(
-            rank_plans, actions, _spread_local(rank_plans, actions), StagingLayout.build(staging)
-        )
-
-
-def _spread_local(
-    rank_plans: Sequence[RankPlan], actions: Sequence[Action]
-) -> tuple[tuple[LocalStack, ...], ...]:
-    """Spread local matrices evenly over the rounds and the end of the step."""
-    stacks = [
-        LocalStack(plan, number)
-        for plan, rank_plan in enumerate(rank_plans)
-        for number, _ in enumerate(rank_plan.local)
-    ]
-    num_slots = sum(action.kind == "local" for action in actions)
-    # Rounded up: the first slots fill the time of a gather, and come before the others.
-    ends = [-(-len(stacks) * slot // num_slots) for slot in range(num_slots + 1)]
-    return tuple(tuple(stacks[start:end]) for start, end in itertools.pairwise(ends))
-
-
-def _num_elements(messages: Messages) -> int:
-    return sum(route.num_elements for routes in messages.values() for route in routes)
-
-
-def _owned(plan: ExchangePlan, stacks: Sequence[Stack], rank: int) -> OwnedStacks:
-    """Return stacks with the routes of their parts that stay on the rank."""
-    kept = [
-        route
-        for stack in stacks
-        for part in stack
-        for route in plan.routes(part.matrix, rank)
-        if (route.block, route.owner) == (part.block, rank)
-    ]
-    return OwnedStacks(tuple(stacks), tuple(kept))
-
-
-def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
-    sends: _RoutesByRank = defaultdict(list)
-    receives: _RoutesByRank = defaultdict(list)
-    # Routes of results, by holders of a shard and by owner.
-    results: dict[Ranks, _RoutesByRank] = defaultdict(lambda: defaultdict(list))
-    for index in bucket:
-        # Most of thousands of ranks neither hold nor own a matrix. With replicas, their messages
-        # decide where this rank's results have room.
-        sees_all = plan.order.has_replicas or rank in plan.owners[index]
-        if not sees_all and rank not in plan.matrices[index].elements_by_rank:
-            continue
-        for route in plan.routes(index, None if sees_all else rank):
-            # Only one of several replicas sends its rows.
-            if route.source != route.owner:
-                if route.owner == rank:
-                    receives[route.source].append(route)
-                elif route.source == rank:
-                    sends[route.owner].append(route)
-            # Owners fill the sections of several replicas together: all must know all results.
-            if len(route.holders) > 1 or ((rank in route.holders) != (route.owner == rank)):
-                results[route.holders][route.owner].append(route)
-    owned = [index for index in bucket if rank in plan.owners[index]]
-    return RankBucket(
-        owned=_owned(plan, plan.sizes.stacks(owned)[rank], rank),
-        sends=dict(sends),
-        receives=dict(receives),
-        has_gather=any(
-            owner not in region.holders
-            for index in bucket
-            for region in plan.matrices[index].regions
-            for owner in plan.owners[index]
-        ),
-        scatter=_rank_scatter(plan, results, rank),
-    )
-
-
-def _rank_scatter(plan: ExchangePlan, results: Mapping[Ranks, Messages], rank: int) -> RankScatter:
-    sends: _RoutesByRank = defaultdict(list)
-    receives: dict[int, int] = {}
-    arrivals: list[Arrival] = []
-    own_shard = None
-    for holders, by_owner in results.items():
-        if rank not in holders and rank not in by_owner:
-            continue
-        elements = {
-            owner: sum(route.num_elements for route in routes) for owner, routes in by_owner.items()
-        }
-        shard = scatter_to(holders, elements, plan.cost)
-        own_shard = shard if rank in holders else own_shard
-        for share in shard.shares:
-            if rank not in (share.owner, *holders):
+        offsets: list[list[BucketSizes]] = [list(buckets) for buckets in staging.plans]
+        actions: list[Action] = []
+        for action in actions_of(tuple(len(plan.buckets) for plan in plans)):
+            if action.kind != "local":
+                actions.append(action)
                 continue
-            routes = list(routes_of_share(by_owner[share.owner], share))
-            if share.owner == rank:
-                sends[share.holder] += routes
-            if share.holder == rank:
-                receives[share.owner] = share.num_elements
-            if rank in holders:
-                ends = itertools.accumulate((r.num_elements for r in routes), initial=share.offset)
-                arrivals += map(Arrival, routes, ends)
-    return RankScatter(dict(sends), receives, tuple(arrivals), own_shard)
+            # Local matrices are spread evenly over the rounds and the end of the step. Rounded up:
+            # the first slots fill the time of a gather, and come before the others.
+            slot, num_slots = action.number, len(staging.local)
+            first, end = (-(-len(local) * n // num_slots) for n in (slot, slot + 1))
+            for number_of_plan, number in local[first:end]:
+                actions.append(Action("local", number_of_plan, number))
+                offsets[number_of_plan].append(BucketSizes(0, 0, staging.local[slot], 0, 0))
+        return cls(rank_plans, tuple(actions), tuple(map(tuple, offsets)), staging.num_bytes)

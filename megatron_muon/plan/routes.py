@@ -14,10 +14,9 @@ shard with two replicas, on ranks 0 and 4, and the results of three owners::
                         1 1 1  --->                    <------>
     rank 4              5 5 5 5        1 | 5 5 5 5 _              the same
 
-Every replica gets an equal section, so that they can all-gather the sections in place. An owner
-fills the section of its nearest replica first; the rest goes to the others. So nearly every result
-crosses to another node once per replica there, as if the owner sent to all of them, and leaves the
-owner only once.
+Results are in the order of owners, and every replica gets an equal section of them, so that they
+can all-gather the sections in place. Ranks of a node are consecutive, owners as well as replicas:
+most owners send to a replica on their own node if there is one.
 """
 
 import functools
@@ -32,6 +31,8 @@ from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Ranks
 
 # Multiples of 8 elements: 16 bytes of bf16, which NCCL's kernels read and write at once.
 _SECTION_MULTIPLE = 8
+# The kernel that moves rectangles counts the elements of one in 32 bits.
+MOST_ELEMENTS = 2**30
 
 
 class Part(NamedTuple):
@@ -93,6 +94,19 @@ class Route(NamedTuple):
         return self.num_rows * self.num_cols
 
 
+# Parts of one shape, orthogonalized by one call of Newton-Schulz.
+type Stack = tuple[Part, ...]
+
+
+def stack_elements(stack: Stack) -> int:
+    """Count the elements that a stack takes: a multiple of 128.
+
+    The next stack then begins at a multiple of 256 bytes, as every allocation of CUDA does. GPUs
+    choose kernels by alignment: at other addresses products can have other bits, and take longer.
+    """
+    return -(-sum(part.num_rows * part.num_cols for part in stack) // 128) * 128
+
+
 def parts_of(index: int, block: int, shape: MatrixShape, owners: Ranks) -> Iterator[Part]:
     """Split a block ``(rows, cols)`` along its longer side into equal parts, one per owner.
 
@@ -129,18 +143,21 @@ def routes_of(
             row, col = max(region.row, part.row), max(region.col, part.col)
             num_rows = min(region.row + region.num_rows, part.row + part.num_rows) - row
             num_cols = min(region.col + region.num_cols, part.col + part.num_cols) - col
-            if num_rows > 0 and num_cols > 0:
+            if num_rows <= 0 or num_cols <= 0:
+                continue
+            most_rows = max(1, MOST_ELEMENTS // num_cols)
+            for first in range(row, row + num_rows, most_rows):
                 yield Route(
                     matrix=index,
                     block=region.block,
                     owner=part.owner,
                     source=nearest_holder(region.holders, part.owner, cost),
                     holders=region.holders,
-                    row=row - part.row,
-                    num_rows=num_rows,
+                    row=first - part.row,
+                    num_rows=min(most_rows, row + num_rows - first),
                     col=col - part.col,
                     num_cols=num_cols,
-                    local_row=region.local_row + row - region.row,
+                    local_row=region.local_row + first - region.row,
                     local_col=col - region.col,
                 )
 
@@ -184,15 +201,15 @@ def _by_node(holders: Ranks, ranks_per_node: int) -> dict[int, list[int]]:
     return by_node
 
 
-class Share(NamedTuple):
-    """Results that an owner sends to one replica.
+class ReplicaMessage(NamedTuple):
+    """Results that an owner sends to one replica of a shard.
 
     Args:
         owner: Rank that orthogonalized them.
         holder: Rank that they are sent to.
         start: First element, in the owner's results for this shard in the bucket.
         stop: Element after the last one.
-        offset: First element in the memory of every holder, after the all-gather.
+        offset: First element in the memory of every replica, after the all-gather.
     """
 
     owner: int
@@ -203,85 +220,47 @@ class Share(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Elements of the share."""
+        """Elements of the message."""
         return self.stop - self.start
 
 
-class ShardScatter(NamedTuple):
-    """Results of a bucket that the replicas of one shard receive.
+def sections_of(holders: Ranks, elements: Mapping[int, int]) -> tuple[int, list[ReplicaMessage]]:
+    """Divide the results of a bucket for one shard into a section per replica.
 
     Args:
         holders: The replicas, ascending.
-        section_size: Elements of the section of a holder; the last ones may be unused.
-        shares: Shares of all owners, by holder, then by owner.
-    """
+        elements: Results by owner.
 
-    holders: Ranks
-    section_size: int
-    shares: tuple[Share, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Elements in the memory of a holder."""
-        return self.section_size * len(self.holders)
-
-
-def scatter_to(holders: Ranks, elements: Mapping[int, int], cost: CostModel) -> ShardScatter:
-    """Return the scatter of a bucket to the replicas of one shard.
-
-    ``elements`` are the results for the shard by owner, without an owner that is the only holder:
-    it sends nothing.
+    Returns:
+        Elements of a section, and the messages in the order of elements: by holder, then by owner.
+        The end of the last sections may be unused.
     """
     section_size = sum(elements.values())
     if len(holders) > 1:
         multiple = len(holders) * _SECTION_MULTIPLE
         section_size = -(-section_size // multiple) * _SECTION_MULTIPLE
-    shares = tuple(_shares(holders, section_size, elements, cost))
-    return ShardScatter(holders, section_size, shares)
+    messages = []
+    first = 0
+    for owner in sorted(elements):
+        offset, end = first, first + elements[owner]
+        while offset < end:
+            number = offset // section_size
+            stop = min(end, (number + 1) * section_size)
+            message = ReplicaMessage(owner, holders[number], offset - first, stop - first, offset)
+            messages.append(message)
+            offset = stop
+        first = end
+    return section_size, messages
 
 
-def _shares(
-    holders: Ranks, section_size: int, elements: Mapping[int, int], cost: CostModel
-) -> Iterator[Share]:
-    """Fill the sections of holders with the results of owners."""
-    free = dict.fromkeys(holders, section_size)
-    filled: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
+def routes_of_message(routes: Iterable[Route], message: ReplicaMessage) -> Iterator[Route]:
+    """Yield the rectangles of a message, in order.
 
-    def fill(candidates: Iterable[int], owner: int, start: int, stop: int) -> int:
-        """Fill the sections of candidates in order; return where the rest of the range starts."""
-        for holder in candidates:
-            end = min(stop, start + free[holder])
-            if end > start:
-                filled[holder].append((owner, start, end))
-                free[holder] -= end - start
-                start = end
-        return start
-
-    starts = {
-        owner: fill([nearest_holder(holders, owner, cost)], owner, 0, elements[owner])
-        for owner in sorted(elements)
-    }
-    for owner, start in starts.items():
-        if start < elements[owner]:
-            node = cost.node(owner)
-            nearest_first = sorted(holders, key=lambda rank: (cost.node(rank) != node, rank))
-            fill(nearest_first, owner, start, elements[owner])
-    for position, holder in enumerate(holders):
-        offset = position * section_size
-        # Sorted by owner, the order of all_to_all_single.
-        for owner, start, stop in sorted(filled[holder]):
-            yield Share(owner, holder, start, stop, offset)
-            offset += stop - start
-
-
-def routes_of_share(routes: Iterable[Route], share: Share) -> Iterator[Route]:
-    """Yield the rectangles of a share, in order.
-
-    ``routes`` are all routes from the owner of the share to the shard in the bucket, in plan order.
+    ``routes`` are all routes from its owner to the shard in the bucket, in plan order.
     """
     first = 0
     for route in routes:
         yield from cut(
-            route, max(share.start - first, 0), min(share.stop - first, route.num_elements)
+            route, max(message.start - first, 0), min(message.stop - first, route.num_elements)
         )
         first += route.num_elements

@@ -14,9 +14,8 @@ A step is a list of rounds, one per bucket of a plan. The round of bucket i::
 Before the first round the gathers of the first two buckets of every plan start. After the last one
 come the remaining local matrices and messages.
 
-With replicas, results are all-gathered after their scatter, in the order of buckets: on a GPU as
-soon as the scatter has ended, on gloo in ``finish_scatter``
-(``Chain``). ``finish_scatter`` waits for the all-gather.
+With replicas, results are all-gathered as soon as their scatter has ended (``Chain``).
+``finish_scatter`` waits for the all-gather.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two rules exclude
 deadlocks:
@@ -39,18 +38,6 @@ from typing import Literal, NamedTuple
 # Gathers of later buckets in flight while a bucket is orthogonalized; also the number of buckets
 # whose scatters are in flight, the current one included. With one, ranks wait for late ranks.
 DEPTH = 2
-
-
-class PlanOrder(NamedTuple):
-    """What decides the order of a step.
-
-    Args:
-        num_buckets: Buckets.
-        has_replicas: Whether replicas all-gather results.
-    """
-
-    num_buckets: int
-    has_replicas: bool
 
 
 ActionKind = Literal[
@@ -78,27 +65,26 @@ class Action(NamedTuple):
     number: int
 
 
-# Thousands of ranks have plans of the same order.
+# Thousands of ranks have plans with the same numbers of buckets.
 @functools.lru_cache(maxsize=256)
-def actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
-    """Return the actions of a rank in a step, in order."""
-    return tuple(_actions(plans))
+def actions_of(num_buckets: tuple[int, ...]) -> tuple[Action, ...]:
+    """Return the actions of a rank in a step, in order, from the buckets of its plans."""
+    return tuple(_actions(num_buckets))
 
 
-def _actions(plans: Sequence[PlanOrder]) -> Iterator[Action]:
+def _actions(num_buckets: Sequence[int]) -> Iterator[Action]:
     # A gather needs gradients and memory, no result: the first ones start at once.
-    for plan, order in enumerate(plans):
-        for bucket in range(min(DEPTH, order.num_buckets)):
+    for plan, end in enumerate(num_buckets):
+        for bucket in range(min(DEPTH, end)):
             yield Action("start_gather", plan, bucket)
-    rounds = rounds_of([order.num_buckets for order in plans])
+    rounds = rounds_of(num_buckets)
     for number, (plan, bucket) in enumerate(rounds):
-        order = plans[plan]
         # Before the wait: local work fills the time of a gather.
         yield Action("local", 0, number)
         yield Action("wait_for_gather", plan, bucket)
         # Now this bucket's messages have left the memory of the next gather. It starts before
         # Newton-Schulz, which hides it.
-        if bucket + DEPTH < order.num_buckets:
+        if bucket + DEPTH < num_buckets[plan]:
             yield Action("start_gather", plan, bucket + DEPTH)
         yield Action("orthogonalize", plan, bucket)
         # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
@@ -108,8 +94,8 @@ def _actions(plans: Sequence[PlanOrder]) -> Iterator[Action]:
         yield Action("start_scatter", plan, bucket)
     # While the last results are in flight.
     yield Action("local", 0, len(rounds))
-    for plan, order in enumerate(plans):
-        for bucket in range(max(0, order.num_buckets - DEPTH), order.num_buckets):
+    for plan, end in enumerate(num_buckets):
+        for bucket in range(max(0, end - DEPTH), end):
             yield Action("finish_scatter", plan, bucket)
 
 

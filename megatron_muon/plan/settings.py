@@ -17,7 +17,7 @@ CommDtype = Literal["auto", "bf16", "fp32"]
 # The names of torch's dtypes: runtime/ looks them up there, and this package needs no torch.
 type DTypeName = Literal["bfloat16", "float32"]
 
-_BYTES: dict[DTypeName, int] = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES: dict[DTypeName, int] = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class CommDtypes:
     @property
     def gather_bytes(self) -> int:
         """Bytes per element in the gather."""
-        return _BYTES[self.gather_dtype]
+        return DTYPE_BYTES[self.gather_dtype]
 
     @property
     def scatter_bytes(self) -> int:
         """Bytes per element in the scatter."""
-        return _BYTES[self.scatter_dtype]
+        return DTYPE_BYTES[self.scatter_dtype]
 
     @property
     def stack_dtype(self) -> DTypeName:
@@ -60,7 +60,13 @@ class CommDtypes:
     @property
     def stack_bytes(self) -> int:
         """Bytes per element in a stack."""
-        return _BYTES[self.stack_dtype]
+        return DTYPE_BYTES[self.stack_dtype]
+
+    @property
+    def of_buffers(self) -> tuple[DTypeName, ...]:
+        """Dtypes of the buffers of a bucket; see ``BucketSizes``."""
+        gather, scatter = self.gather_dtype, self.scatter_dtype
+        return gather, gather, self.stack_dtype, scatter, scatter
 
     @property
     def norm_bytes(self) -> int:
@@ -89,7 +95,7 @@ class PlanSettings:
     # Every plan of docs/performance.md needs less. When a step runs, activations are gone.
     staging_bytes: int = 11 * 10**9 // 2
 
-    def shared_by(self, num_plans: int) -> "PlanSettings":
+    def staging_budget(self, num_plans: int) -> "PlanSettings":
         """Return the settings of one of several plans of a rank: they share the memory equally."""
         return dataclasses.replace(self, staging_bytes=self.staging_bytes // num_plans)
 

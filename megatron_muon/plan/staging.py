@@ -7,12 +7,13 @@ Buffers share memory if they are not alive at the same action of a step, see
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
-from megatron_muon.plan.settings import CommDtypes
+from megatron_muon.plan.schedule import Action, ActionKind, actions_of
+from megatron_muon.plan.settings import DTYPE_BYTES, CommDtypes
 
 # Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
 # cuBLAS's fast ones, need less.
@@ -23,7 +24,7 @@ type Lifetime = tuple[int, int]
 
 
 class BucketSizes(NamedTuple):
-    """Elements of one rank's buffers for a bucket, or offsets in bytes.
+    """Sizes of one rank's buffers for a bucket, or their offsets: elements or bytes.
 
     Args:
         gather_send: Rows for other owners.
@@ -39,36 +40,27 @@ class BucketSizes(NamedTuple):
     scatter_send: int
     scatter_receive: int
 
+    def in_bytes(self, dtypes: CommDtypes) -> "BucketSizes":
+        """Return the sizes in bytes, given elements."""
+        widths = (DTYPE_BYTES[name] for name in dtypes.of_buffers)
+        return BucketSizes(*map(operator.mul, self, widths))
+
 
 class PlanStaging(NamedTuple):
-    """Staging memory of one rank for one of its plans.
+    """Staging memory of one rank for one of its plans, bytes.
 
     Args:
-        order: What decides the order of a step.
-        buckets: Elements of the buffers by bucket.
-        local: Elements of the largest stack of local matrices.
-        dtypes: Dtypes of the buffers.
+        buckets: Buffers by bucket.
+        local: The largest stack of local matrices.
     """
 
-    order: PlanOrder
     buckets: tuple[BucketSizes, ...]
     local: int
-    dtypes: CommDtypes
-
-    def buffers(self) -> list[int]:
-        """Return the bytes of every buffer, by bucket, and of the stack of local matrices."""
-        gathered, scattered = self.dtypes.gather_bytes, self.dtypes.scatter_bytes
-        stacked = self.dtypes.stack_bytes
-        widths = (gathered, gathered, stacked, scattered, scattered)
-        return [
-            *(n * width for b in self.buckets for n, width in zip(b, widths, strict=True)),
-            self.local * stacked,
-        ]
 
 
 @dataclass(frozen=True)
 class StagingLayout:
-    """Offsets of all buffers of one rank in one arena.
+    """Offsets of all buffers of one rank in one arena, bytes.
 
     Args:
         plans: Offsets by plan and bucket.
@@ -85,16 +77,12 @@ class StagingLayout:
     @classmethod
     def build(cls, plans: Sequence[PlanStaging]) -> "StagingLayout":
         """Place the buffers of all plans of a rank."""
-        sizes, local_bytes = [], 0
-        for plan in plans:
-            *buffers, local = plan.buffers()
-            sizes += buffers
-            local_bytes = max(local_bytes, local)
-        orders = tuple(plan.order for plan in plans)
+        num_buckets = tuple(len(plan.buckets) for plan in plans)
+        sizes = [size for plan in plans for bucket in plan.buckets for size in bucket]
         # Local matrices may be due in any round, and at the end.
-        sizes += [local_bytes] * (1 + sum(order.num_buckets for order in orders))
-        places, num_bytes = _place(sizes, _lifetimes(orders))
-        rest = iter(places)
+        sizes += [max((plan.local for plan in plans), default=0)] * (1 + sum(num_buckets))
+        offsets, num_bytes = _place(sizes, _lifetimes(num_buckets))
+        rest = iter(offsets)
         return cls(
             tuple(
                 tuple(BucketSizes(*(next(rest) for _ in bucket)) for bucket in plan.buckets)
@@ -105,24 +93,30 @@ class StagingLayout:
         )
 
 
+# Actions that a buffer of a bucket is alive from and to, by its position in BucketSizes.
+_ALIVE: tuple[tuple[ActionKind, ActionKind], ...] = (
+    ("start_gather", "wait_for_gather"),
+    ("start_gather", "orthogonalize"),
+    # Results replace the rows in the stacks, and leave with the scatter.
+    ("orthogonalize", "start_scatter"),
+    # With replicas a rank waits for its messages only in finish_scatter, too.
+    ("start_scatter", "finish_scatter"),
+    ("start_scatter", "finish_scatter"),
+)
+
+
 # Ranks differ in sizes, few of them in the order of their step.
 @functools.lru_cache(maxsize=16)
-def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[Lifetime, ...]:
+def _lifetimes(num_buckets: tuple[int, ...]) -> tuple[Lifetime, ...]:
     """Return the lifetime of every buffer, in the order of ``StagingLayout``."""
-    actions = actions_of(orders)
-    position = {action: number for number, action in enumerate(actions)}
-    lifetimes: list[Lifetime] = []
-    for plan, order in enumerate(orders):
-        for bucket in range(order.num_buckets):
-            packed = position[Action("start_gather", plan, bucket)]
-            arrived = position[Action("wait_for_gather", plan, bucket)]
-            orthogonalized = position[Action("orthogonalize", plan, bucket)]
-            # Results replace the rows in the stacks, and leave with the scatter.
-            left = position[Action("start_scatter", plan, bucket)]
-            lifetimes += [(packed, arrived), (packed, orthogonalized), (orthogonalized, left)]
-            # With replicas a rank waits for its messages only in finish_scatter, too.
-            lifetimes += [(left, position[Action("finish_scatter", plan, bucket)])] * 2
-    lifetimes += ((i, i) for i, action in enumerate(actions) if action.kind == "local")
+    position = {action: number for number, action in enumerate(actions_of(num_buckets))}
+    lifetimes = [
+        (position[Action(first, plan, bucket)], position[Action(last, plan, bucket)])
+        for plan, end in enumerate(num_buckets)
+        for bucket in range(end)
+        for first, last in _ALIVE
+    ]
+    lifetimes += ((i, i) for action, i in position.items() if action.kind == "local")
     return tuple(lifetimes)
 
 
@@ -132,23 +126,34 @@ def aligned_size(size: int) -> int:
 
 
 def _place(sizes: Sequence[int], lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Place buffers, the largest first, as low as they fit; return offsets and the arena's size."""
+    """Place buffers, the largest first, as low as they fit; return offsets and the arena's size.
+
+    Large is a buffer of many bytes, or of many bytes for many actions, whichever needs less memory:
+    neither order is the better one for all jobs.
+    """
     # A rank has a part in few buckets: most buffers are empty, and have any offset.
-    used = [
-        (-aligned_size(size), *lifetimes[index], index) for index, size in enumerate(sizes) if size
-    ]
-    used.sort(key=lambda buffer: buffer[:2])
-    offsets, num_bytes = [0] * len(sizes), 0
+    used = [(aligned_size(size), *lifetimes[i], i) for i, size in enumerate(sizes) if size]
+    orders = (
+        sorted(used, key=lambda buffer: (-buffer[0], *buffer[1:3])),
+        sorted(used, key=lambda buffer: (-buffer[0] * (buffer[2] - buffer[1] + 1), *buffer[1:3])),
+    )
+    return min((_place_in(order, len(sizes)) for order in orders), key=lambda placed: placed[1])
+
+
+def _place_in(
+    order: Sequence[tuple[int, int, int, int]], num_buffers: int
+) -> tuple[list[int], int]:
+    """Place buffers, given as size, first and last action, and index, in an order."""
+    offsets, num_bytes = [0] * num_buffers, 0
     placed: list[tuple[int, int, int, int]] = []
-    for negative_size, first, last, index in used:
+    for size, first, last, index in order:
         offset = 0
         for start, stop, other_first, other_last in sorted(placed):
             if other_first <= last and first <= other_last:
-                if offset - negative_size <= start:
+                if offset + size <= start:
                     break
                 offset = max(offset, stop)
-        end = offset - negative_size
         offsets[index] = offset
-        placed.append((offset, end, first, last))
-        num_bytes = max(num_bytes, end)
+        placed.append((offset, offset + size, first, last))
+        num_bytes = max(num_bytes, offset + size)
     return offsets, num_bytes

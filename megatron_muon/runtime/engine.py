@@ -16,20 +16,22 @@ Over NCCL collectives run on the process group's own stream, and waiting for the
 host never waits. Over gloo they run on its threads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
-from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
-from megatron_muon.plan.schedule import Action
+from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.layout import Ranks
+from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.exchange import Chain
-from megatron_muon.runtime.local_rows import Handle, Rows, StackTask
 from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner, profiler_range
-from megatron_muon.runtime.row_moves import Addresses
+from megatron_muon.runtime.plan_runner import PlanInput, PlanRunner, profiler_range
+from megatron_muon.runtime.row_moves import Handle, RowMoves, Rows, Side, Tensors
 
 
 class Engine:
@@ -39,7 +41,9 @@ class Engine:
 
     Args:
         plans: Plans of this rank, in the same order on all ranks.
+        inputs: By plan, its process groups, and handles of this rank's rows.
         schedule: This rank's step over all of them.
+        parts_groups: The process groups of the sets of owners that this rank belongs to.
         newton_schulz: Steps, coefficients, precision and scale.
         device: Where messages and stacks are.
         rows_device: Where local rows are, if they are in CPU memory; None for ``device``.
@@ -50,21 +54,23 @@ class Engine:
         replica at a time, followed by an ``all_gather_into_tensor`` between replicas if they
         received anything. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
         the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
-        in fp32. It ends with ``Moments.share()`` of each plan.
+        in fp32. It ends with ``Moments.all_reduce_owned()`` of each plan.
     Memory: ``staging_bytes`` while a step runs, laid out by ``StagingLayout``; beside it the
         workspace of Newton-Schulz for one stack. Between steps the tables of ``RowMoves``.
 
     Attributes:
         plans: Plans of this rank.
-        handles: Handles of all plans.
+        handles: Handles of all plans, in the order of matrices.
         runners: Runners by plan.
         staging_bytes: Memory of messages and stacks while a step runs, bytes.
     """
 
     def __init__(
         self,
-        plans: Sequence[BoundPlan],
+        plans: Sequence[ExchangePlan],
+        inputs: Sequence[PlanInput],
         schedule: RankSchedule,
+        parts_groups: Mapping[Ranks, dist.ProcessGroup],
         newton_schulz: NewtonSchulzSettings,
         *,
         device: torch.device,
@@ -72,43 +78,53 @@ class Engine:
     ) -> None:
         # Raises now rather than in a step.
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
-        self.plans = [bound.plan for bound in plans]
-        self.handles: list[Any] = [handle for bound in plans for handle in bound.handles.values()]
-        self.staging_bytes = schedule.staging.num_bytes
-        self._schedule = schedule
+        self.plans = list(plans)
+        self.handles: list[Any] = [handle for each in inputs for handle in each.handles.values()]
+        self.staging_bytes = schedule.staging_bytes
+        self._actions = schedule.actions
         self._device = device
         self._arena = Arena(self.staging_bytes, device, "messages and stacks")
         memory = self._arena.view(0, self.staging_bytes, torch.uint8)
         # The kernel that moves rows is compiled and compared now rather than in a step.
-        self._addresses = Addresses([memory], device)
-        local_offset: dict[LocalStack, int] = {
-            stack: offset
-            for stacks, offset in zip(schedule.local, schedule.staging.local, strict=True)
-            for stack in stacks
-        }
-        chain = Chain(device)
+        self._tensors = Tensors(memory, rows_device or device)
+        chain, num_handles = Chain(device), len(self.handles)
+        ends = itertools.accumulate((len(each.handles) for each in inputs), initial=0)
+        # Handles by plan. Shards of updates of all plans come first, then shards of results.
+        self._by_plan = list(itertools.starmap(slice, itertools.pairwise(ends)))
         self.runners = [
             PlanRunner(
-                bound,
-                rank_plan,
-                schedule.staging.plans[number],
-                [local_offset[LocalStack(number, i)] for i, _ in enumerate(rank_plan.local)],
+                plan,
+                inputs[number],
+                schedule.rank_plans[number],
+                schedule.offsets[number],
+                (Side(torch.float32, own.start), Side(torch.float32, num_handles + own.start)),
                 newton_schulz,
+                parts_groups,
                 self._arena,
                 chain,
-                self._addresses,
-                rows_device=rows_device or device,
+                self._tensors,
             )
-            for number, (bound, rank_plan) in enumerate(
-                zip(plans, schedule.rank_plans, strict=True)
-            )
+            for number, (plan, own) in enumerate(zip(plans, self._by_plan, strict=True))
         ]
+        self._find_completed()
         self._workspace_bytes = max((each.workspace_bytes for each in self.runners), default=0)
         self.reserve()
         self.release()
         # They are kept after a step: their views serve the next one if it has the same rows.
         self._updates: Rows | None = None
         self._results: Rows | None = None
+
+    def _find_completed(self) -> None:
+        """Find the last moves of results to every shard: the order of a step never changes."""
+        last: dict[int, RowMoves] = {}
+        for kind, plan, number in self._actions:
+            for moves in self.runners[plan].writes(kind, number):
+                for move in moves.moves:
+                    # In the order in which shards are completed.
+                    last.pop(move[4], None)
+                    last[move[4]] = moves
+        for number, moves in last.items():
+            moves.completed.append(self.handles[number - 1 - len(self.handles)])
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step: arena and workspace. The arena stays until the step ends.
@@ -144,8 +160,8 @@ class Engine:
         NCCL connects two ranks when they first send to each other, and needs memory for it. In the
         first step this would be slow, and might fail after hours of loading.
 
-        Communication: per plan one element to every rank that this one will send to, in two
-            collectives, and one from every replica to the others.
+        Communication: per plan one element to every rank that this one will send to, and one from
+            every replica to the others.
         """
         for runner in self.runners:
             runner.connect()
@@ -190,53 +206,31 @@ class Engine:
         # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
         if updates is not self._updates or results is not self._results:
-            self.forget()
-            for runner in self.runners:
-                runner.rows.view(updates, results)
+            shards = [updates[handle] for handle in self.handles]
+            self._tensors.bind([*shards, *(results[handle] for handle in self.handles)])
+            for runner, own in zip(self.runners, self._by_plan, strict=True):
+                runner.norms.bind(shards[own])
             self._updates, self._results = updates, results
-        self._addresses.update()
+        self._tensors.update()
         for runner in self.runners:
-            with profiler_range("norms"):
-                runner.rows.begin()
-        for action in self._schedule.actions:
-            if overlap_fn is not None and action.kind != "start_gather":
+            # fp32 rows are not normalized before they are sent.
+            if runner.plan.dtypes.norm_bytes:
+                with profiler_range("norms"):
+                    runner.norms.reduce()
+        for kind, plan, number in self._actions:
+            if overlap_fn is not None and kind != "start_gather":
                 overlap_fn()
                 overlap_fn = None
-            yield from self._run(action)
+            with profiler_range(kind):
+                complete = getattr(self.runners[plan], kind)(number)
+            if complete is not None:
+                yield complete
         if overlap_fn is not None:
             overlap_fn()
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
         for moments in self.moments:
-            moments.share()
-
-    def _run(self, action: Action) -> Iterator[list[Handle]]:
-        """Run one action of ``megatron_muon.plan.schedule``, and yield complete handles."""
-        kind, plan, number = action
-        complete: list[Handle] | None = None
-        if kind == "local":
-            # One after the other: they share memory, and a result is written back before the next
-            # stack is read.
-            for stack in self._schedule.local[number]:
-                with profiler_range("local_matrices"):
-                    complete = self.runners[stack.plan].local(stack.number)
-                yield complete
-            return
-        runner = self.runners[plan]
-        with profiler_range(kind):
-            match kind:
-                case "start_gather":
-                    runner.start_gather(number)
-                case "wait_for_gather":
-                    runner.wait_for_gather(number)
-                case "orthogonalize":
-                    runner.orthogonalize(number)
-                case "start_scatter":
-                    complete = runner.start_scatter(number)
-                case "finish_scatter":
-                    complete = runner.finish_scatter(number)
-        if complete is not None:
-            yield complete
+            moments.all_reduce_owned()
 
     @property
     def moments(self) -> list[Moments]:
@@ -245,18 +239,13 @@ class Engine:
 
     def see_gradients(self, gradients: Rows) -> None:
         """Sum the squares of gradients, whose norms a method needs; called before a step."""
-        for runner in self.runners:
-            runner.rows.norms.see_gradients(runner.rows.by_matrix(gradients))
-
-    def watch(self, function: Callable[[StackTask], None] | None) -> None:
-        """Call a function with every stack of this rank's results; None for no call."""
-        for runner in self.runners:
-            runner.watch = function
+        shards = [gradients[handle] for handle in self.handles]
+        for runner, own in zip(self.runners, self._by_plan, strict=True):
+            runner.norms.see_gradients(shards[own])
 
     def forget(self) -> None:
         """Drop the rows of the last step, which are memory of the caller's."""
         self._updates = self._results = None
-        # All but the arena.
-        del self._addresses.tensors[1:]
+        self._tensors.bind(())
         for runner in self.runners:
-            runner.rows.forget()
+            runner.norms.bind(())

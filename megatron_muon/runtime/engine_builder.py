@@ -3,18 +3,22 @@
 """Build the engine for all matrices of a model: settings, plans, groups, connections."""
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz import BACKENDS, CHOICES
 from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
-from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
-from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.cost import CostModel, gpu_rates
+from megatron_muon.plan.exchange_plan import (
+    ExchangePlan,
+    layout_entries,
+    plan_matrices,
+    staging_problem,
+)
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import (
@@ -28,29 +32,9 @@ from megatron_muon.runtime.agreement import (
 )
 from megatron_muon.runtime.arena import is_out_of_memory
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.plan_runner import BoundPlan
+from megatron_muon.runtime.plan_runner import PlanInput
 
 logger = logging.getLogger(__name__)
-
-
-class PlanInput(NamedTuple):
-    """Matrices of one domain with the same replicas, which share a plan.
-
-    Args:
-        domain: The ranks that exchange them.
-        matrices: All of them, in the same order on all ranks of the domain.
-        handles: By index of a matrix with rows on this rank, the handle by which
-            ``Engine.orthogonalize()`` takes and yields these rows.
-        replica_group: Ranks with this rank's rows; None if there are no others.
-        params: By index of a matrix, the parameter that it belongs to, if this rank has it. State
-            of a method is kept with the parameter.
-    """
-
-    domain: Domain
-    matrices: Sequence[MatrixLayout]
-    handles: Mapping[int, Any]
-    replica_group: dist.ProcessGroup | None
-    params: Sequence[torch.Tensor | None] = ()
 
 
 def build_engine(
@@ -85,25 +69,24 @@ def build_engine(
             different plans, or when one of them lacks memory for the engine or a kernel for
             Newton-Schulz.
 
-    Communication: three flags over the job; per plan an all-gather of 8 bytes a rank and a hash;
+    Communication: three flags over the job; per plan an all-gather of 8 bytes a rank, two hashes,
+        and for every number of buckets that is tried an all-reduce of 8 bytes;
         a list of ranks as objects, and a new process group for each set of ranks that splits a
-        matrix, in which one element is all-reduced. Per plan two collectives send one element to
+        matrix, in which one element is all-reduced. Per plan a collective sends one element to
         each rank that it will send to, and one gathers one from each replica. Another backend of
-        Newton-Schulz than ``standard`` needs one flag more, and lists of names; a limit of staging
+        Newton-Schulz than ``standard`` needs one flag more, or lists of names; a limit of staging
         memory one flag more.
     """
     resolved = _resolve([each.domain for each in inputs], newton_schulz, settings, device)
     plans = _plan(inputs, resolved, max_num_plans or len(inputs), device)
     schedule = _schedule(plans, settings.staging_bytes, device)
-    parts_groups = _parts_groups(plans, device)
-    bound = [
-        BoundPlan(plan, each.handles, each.domain.group, each.replica_group, parts_groups)
-        for each, plan in zip(inputs, plans, strict=True)
-    ]
+    groups = _parts_groups(plans, device)
 
     def build() -> Engine:
         """Allocate and check kernels, which may fail on one rank."""
-        engine = Engine(bound, schedule, newton_schulz, device=device, rows_device=rows_device)
+        engine = Engine(
+            plans, inputs, schedule, groups, newton_schulz, device=device, rows_device=rows_device
+        )
         engine.check_kernels()
         return engine
 
@@ -157,15 +140,19 @@ def _resolve(
         ValueError: bf16 messages with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when one cannot run the backend that was asked for.
 
-    Communication: where another backend than ``standard`` may run, a flag over all ranks, and a
-        gather of objects over every domain. GPUs of one domain are expected to be the same model:
-        ranks with different rates are found when plans are compared.
+    Communication: where another backend than ``standard`` may run, a flag or a gather of objects
+        over the job. GPUs of one domain are expected to be the same model: ranks with different
+        rates are found when plans are compared.
     """
-    backends = _usable_backends(newton_schulz, settings, device)
-    rates = _rates(newton_schulz, device)
+    rates = dataclasses.replace(
+        _rates(device),
+        num_ns_steps=newton_schulz.steps,
+        coefficient_type=newton_schulz.coefficient_type,
+        backends=_backends(newton_schulz, settings, device),
+    )
     numbers = []
     for domain in domains:
-        known = dataclasses.replace(rates, backends=_shared_backends(backends, settings, domain))
+        known = rates
         if domain.ranks_per_node is not None:
             known = dataclasses.replace(known, ranks_per_node=domain.ranks_per_node)
         cost = CostModel.parse(settings.cost_model, known)
@@ -187,47 +174,36 @@ def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> Plan
     return dataclasses.replace(plan, dtypes=dtypes, max_owners=1 if is_whole else plan.max_owners)
 
 
-def _rates(newton_schulz: NewtonSchulzSettings, device: torch.device) -> CostModel:
-    """Return the rates of the device for the steps of Newton-Schulz."""
-    # A plan for CPU ranks must not assume a GPU's kernels.
-    known = CPU_RANKS
+def _rates(device: torch.device) -> CostModel:
+    """Return the rates of a device."""
     if device.type == "cuda":
-        known = gpu_rates(torch.cuda.get_device_capability(device)[0])
-    return dataclasses.replace(
-        known,
-        num_ns_steps=newton_schulz.steps,
-        coefficient_type=newton_schulz.coefficient_type,
-    )
+        return gpu_rates(torch.cuda.get_device_capability(device)[0])
+    # The kernel that multiplies a stack on a CPU, and so the last bits, depend on its size: on what
+    # else a rank owns. Its stacks are single matrices.
+    return CostModel(stack_tiles=1)
 
 
-def _usable_backends(
+def _backends(
     newton_schulz: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
 ) -> tuple[str, ...]:
-    """Return the backends of the user's choice that this rank can run, or raise on all ranks."""
+    """Return the backends of the user's choice that all ranks can run, or raise on all ranks."""
     choice = settings.newton_schulz
+    # The choice of the user decides about the collectives: all ranks know it.
     if choice == "standard":
         return CHOICES[choice]
     problems = {name: BACKENDS[name].problems(newton_schulz, device) for name in CHOICES[choice]}
-    reasons = [f"Newton-Schulz {name}: {each}" for name in problems for each in problems[name]]
+    if choice == "auto":
+        usable = [name for name in problems if not problems[name]]
+        gathered = gather_objects(usable)
+        return tuple(name for name in usable if all(name in others for others in gathered))
     raise_where_any_rank_fails(
-        [] if choice == "auto" else reasons,
+        [f"Newton-Schulz {name}: {each}" for name in problems for each in problems[name]],
         None,
         device,
         "Use exchange.newton_schulz standard, or auto for what this machine can run. No "
         "optimizer was built.",
     )
-    return tuple(name for name in problems if not problems[name])
-
-
-def _shared_backends(
-    backends: tuple[str, ...], settings: ExchangeSettings, domain: Domain
-) -> tuple[str, ...]:
-    """Return the backends that all ranks of a domain can run: their plans must be one."""
-    # The choice of the user decides about the collective: all ranks know it.
-    if domain.group is None or settings.newton_schulz == "standard":
-        return backends
-    gathered = gather_objects(backends, domain.group)
-    return tuple(name for name in backends if all(name in others for others in gathered))
+    return CHOICES[choice]
 
 
 def _plan(
@@ -241,21 +217,23 @@ def _plan(
     differences = []
     load_ns = 0
     for plan_input, settings in zip(inputs, resolved, strict=True):
-        loads_ns = _loads_before(plan_input.domain, load_ns, device)
-        # Costs decide the sizes of stacks and which replica is the nearest.
-        entries = [str(settings)]
-        try:
+        domain = plan_input.domain
+        loads_ns = _loads_before(domain, load_ns, device)
+        # Costs decide the sizes of stacks and which replica is the nearest. Ranks plan together:
+        # they compare what they plan from, and then the plans.
+        entries = [str(settings), *layout_entries(plan_input.matrices)]
+        found = _differences(entries, domain, device)
+        if not found:
             plan = plan_matrices(
-                plan_input.matrices, settings.shared_by(max_num_plans), load_ns=loads_ns
+                plan_input.matrices,
+                settings.staging_budget(max_num_plans),
+                functools.partial(_fullest_bytes, domain, device),
+                load_ns=loads_ns,
             )
-        except ValueError as error:
-            # Others wait for the entries of this rank, and stop with it.
-            differences += [first_line(error), *_differences(entries, plan_input.domain, device)]
-            continue
-        entries += plan.entries()
-        differences += _differences(entries, plan_input.domain, device)
-        plans.append(plan)
-        load_ns = plan.load_ns[own_rank()]
+            found = _differences(plan.entries(), domain, device)
+            plans.append(plan)
+            load_ns = plan.load_ns[own_rank()]
+        differences += found
     # At the end, as ranks of other domains may be fine, and all stop together.
     raise_where_any_rank_fails(
         differences,
@@ -272,10 +250,19 @@ def _schedule(
     """Return the step of this rank, or raise on all ranks if memory is exceeded."""
     schedule = RankSchedule.build(plans, own_rank())
     if limit is not None:
-        problem = staging_problem(plans, schedule.staging.num_bytes, limit)
+        problem = staging_problem(plans, schedule.staging_bytes, limit)
         problems = [problem] if problem else []
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
     return schedule
+
+
+def _fullest_bytes(domain: Domain, device: torch.device, plan: ExchangePlan) -> int:
+    """Return the staging memory of the fullest rank of a domain; collective."""
+    own = RankSchedule.build([plan], own_rank()).staging_bytes
+    num_bytes = torch.tensor([own], dtype=torch.int64, device=device)
+    if domain.group is not None:
+        dist.all_reduce(num_bytes, dist.ReduceOp.MAX, group=domain.group)
+    return int(num_bytes)
 
 
 def _connect(engine: Engine, device: torch.device) -> None:

@@ -80,7 +80,7 @@ class Moments:
         self._is_remote[index] = False
         return index
 
-    def share(self) -> None:
+    def all_reduce_owned(self) -> None:
         """Copy the values of their owners to all ranks of the plan; collective.
 
         After each step, so that a state is never out of date, and saving it is no collective.

@@ -7,7 +7,7 @@ norm, rounded to fp32, practically never does (docs/numerics.md).
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron_muon.newton_schulz.settings import Namo
 from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.moments import Moments
 
@@ -46,12 +45,6 @@ class BlockNorms:
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced
     factors: torch.Tensor | None = None  # of results, likewise
-    _first: list[int]  # by matrix, position of its first block among all blocks
-    # Pieces of this rank's rows, block by block; squares of each are summed at once: matrix, first
-    # local row, number of rows.
-    _pieces: list[tuple[int, int, int]]
-    _lengths: torch.Tensor  # by block, number of its pieces, int64
-    _rows: list[torch.Tensor]  # by piece
 
     def __init__(
         self,
@@ -64,14 +57,17 @@ class BlockNorms:
     ) -> None:
         self._group, self._device, rank = group, device, own_rank()
         self._method, self._moments = method, moments
-        self._first = [0]
+        # Pieces of this rank's rows, block by block; squares of one are summed at once: number of
+        # the shard, first local row, number of rows.
+        self._pieces: list[tuple[int, int, int]] = []
+        lengths: list[int] = []
+        num_held = 0
         for matrix in plan.matrices:
-            self._first.append(self._first[-1] + len(matrix.blocks))
-        by_block: list[list[tuple[int, int, int]]] = [[] for _ in range(self._first[-1])]
-        # Regions, not routes, which are cut at the borders of parts: the norm of a slice of columns
-        # would take a kernel of its own.
-        for index, matrix in enumerate(plan.matrices):
-            for region in matrix.regions if rank in matrix.elements_by_rank else ():
+            by_block: list[list[tuple[int, int, int]]] = [[] for _ in matrix.blocks]
+            is_held = rank in matrix.elements_by_rank
+            # Regions, not routes, which are cut at the borders of parts: the norm of a slice of
+            # columns would take a kernel of its own.
+            for region in matrix.regions if is_held else ():
                 # Replicas hold the same rows: the first of them counts.
                 if region.holders[0] != rank:
                     continue
@@ -79,53 +75,49 @@ class BlockNorms:
                 most = region.num_rows
                 if rows_device.type == "cpu":
                     most = max(1, _PIECE_ELEMENTS // region.num_cols)
-                by_block[self._first[index] + region.block] += [
-                    (index, row, min(most, end - row)) for row in range(region.local_row, end, most)
+                by_block[region.block] += [
+                    (num_held, row, min(most, end - row))
+                    for row in range(region.local_row, end, most)
                 ]
-        self._pieces = list(itertools.chain(*by_block))
-        self._lengths = torch.tensor(list(map(len, by_block)), device=device)
-        self._rows = []
-        num_norms = 1 if method is None else 2
+            num_held += is_held
+            self._pieces += itertools.chain(*by_block)
+            lengths += map(len, by_block)
+        self._lengths = torch.tensor(lengths, device=device)  # by block, number of its pieces
+        self._rows: list[torch.Tensor] = []  # by piece
         # Sums of this rank's rows: of updates, and with a method of gradients.
-        self._squares = torch.zeros(num_norms, self._first[-1], dtype=torch.float64, device=device)
+        shape = 1 if method is None else 2, len(lengths)
+        self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
 
-    def position(self, route: Route) -> int:
-        """Return the position of a route's block in ``values``."""
-        return self._first[route.matrix] + route.block
-
-    def view(self, rows: Mapping[int, torch.Tensor]) -> None:
+    def bind(self, shards: Sequence[torch.Tensor]) -> None:
         """View the rows whose norms are reduced.
 
         Args:
-            rows: By matrix, this rank's rows ``(local_rows, cols)``, float32; none to drop them.
+            shards: In the order of matrices, ``(local_rows, cols)`` float32; none to drop them.
         """
-        self._rows = self._cut(rows) if rows else []
+        self._rows = self._cut(shards) if shards else []
 
-    def _cut(self, rows: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        return [rows[index].narrow(0, row, num_rows) for index, row, num_rows in self._pieces]
+    def _cut(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [shards[number].narrow(0, row, rows) for number, row, rows in self._pieces]
 
-    def see_gradients(self, rows: Mapping[int, torch.Tensor]) -> None:
-        """Sum the squares of gradients, if the method needs them, before a step overwrites them.
-
-        Args:
-            rows: By matrix, this rank's rows of gradients.
-        """
+    def see_gradients(self, shards: Sequence[torch.Tensor]) -> None:
+        """Sum the squares of gradients, if the method needs them, before a step overwrites them."""
         if self._method is not None:
-            self._sum(1, self._cut(rows))
+            self._sum(self._cut(shards), self._squares[1])
 
-    def _sum(self, kind: int, rows: Sequence[torch.Tensor]) -> None:
+    def _sum(self, rows: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
+        """Write the sums of this rank's squares by block."""
         if not rows:
-            self._squares[kind].zero_()
+            squares.zero_()
             return
         own = sums_of_squares(rows)
         own = own if own.device == self._device else own.to(self._device)
         # In one order: index_add_ adds by atomics on a GPU.
         sums = torch.segment_reduce(own, "sum", lengths=self._lengths, unsafe=True, initial=0)
-        self._squares[kind].copy_(sums)
+        squares.copy_(sums)
 
     def reduce(self) -> None:
         """Add up the squares of all ranks, and compute the norms."""
-        self._sum(0, self._rows)
+        self._sum(self._rows, self._squares[0])
         if self._group is not None:
             dist.all_reduce(self._squares, group=self._group)
         norms = self._squares.sqrt_()

@@ -1,21 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Move rectangles of rows between shards, messages and stacks: all of one list at once.
+"""Move rectangles of rows between shards, messages and stacks: all of one table at once.
 
-On a GPU one kernel moves a list, whatever its length; on a CPU torch's functions do. Both have the
+On a GPU one kernel moves a table, whatever its length; on a CPU torch's functions do. Both have the
 same bits.
 """
 
 import functools
 import importlib.util
 import logging
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from megatron_muon.plan.rank_plan import Move
 from megatron_muon.runtime.agreement import first_line
 
 if TYPE_CHECKING:
@@ -23,38 +25,43 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Source and target of a rectangle, (rows, cols), and the numbers of the tensors that they are views
-# of; see Addresses.
-type Move = tuple[torch.Tensor, torch.Tensor, int, int]
+# Identifies the rows that this rank holds of a matrix: a parameter, or part of one.
+type Handle = Hashable
+# These rows, (local_rows, cols) float32.
+type Rows = Mapping[Handle, torch.Tensor]
 
 
-class Addresses:
-    """Addresses of the tensors between which the kernel moves rows, for any number of lists.
-
-    Tables of rectangles name tensors by number, and stay where tensors of the same strides move.
+class Tensors:
+    """The tensors between which rows are moved, by number; all tables of an engine share them.
 
     Args:
-        tensors: The first tensors; they may be of memory that is freed between steps.
-        device: Where the kernel runs.
+        memory: Number 0, bytes for messages and stacks; it may be freed between steps.
+        rows_device: Device of shards.
         by_kernel: Whether the kernel moves rows; None for ``uses_kernel()``.
 
     Attributes:
-        tensors: By number.
-        device: See above.
+        by_number: The tensors; shards follow the memory.
+        device: Device of messages and stacks.
+        rows_device: See above.
         by_kernel: See above.
-        pointers: Addresses by number, ``(num_tensors,)`` int64 on the device.
+        table: Address, row stride and column stride by number, int64 on the device.
     """
 
-    pointers: torch.Tensor
+    table: torch.Tensor
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], device: torch.device, by_kernel: bool | None = None
+        self, memory: torch.Tensor, rows_device: torch.device, by_kernel: bool | None = None
     ) -> None:
-        self.device = device
-        self.by_kernel = uses_kernel(device) if by_kernel is None else by_kernel
-        self.tensors = list(tensors)
-        self._known: list[int] = []
-        self.update()
+        self.device, self.rows_device = memory.device, rows_device
+        self.by_kernel = uses_kernel(memory.device) if by_kernel is None else by_kernel
+        self._known: tuple[list[int], list[tuple[int, ...]]] = ([], [])
+        self.by_number = [memory]
+        self.bind(())
+
+    def bind(self, shards: Sequence[torch.Tensor]) -> None:
+        """Move these shards from now on; none, to drop the ones of a step."""
+        self.by_number[1:] = shards
+        self._strides = list(map(torch.Tensor.stride, self.by_number))
 
     def update(self) -> None:
         """Find where tensors are now, before a step moves rows: their memory must be allocated.
@@ -64,27 +71,45 @@ class Addresses:
         if not self.by_kernel:
             return
         # Tensors may move in every step, and seldom do: a copy costs more than the comparison.
-        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        if addresses != self._known:
-            self._known = addresses
-            self.pointers = _kernel().on_device(torch.tensor(addresses), self.device)
+        known = list(map(torch.Tensor.data_ptr, self.by_number)), self._strides
+        if known != self._known:
+            self._known = known
+            entries = [
+                (address, strides[0], strides[-1]) for address, strides in zip(*known, strict=True)
+            ]
+            self.table = _kernel().on_device(torch.tensor(entries), self.device)
+
+
+class Side(NamedTuple):
+    """Sources or targets of the moves of a table.
+
+    Args:
+        dtype: Their dtype, float32 or bfloat16.
+        first_number: Added to the numbers of tensors.
+        first_byte: Added to columns, once divided by the bytes of an element.
+    """
+
+    dtype: torch.dtype
+    first_number: int = 0
+    first_byte: int = 0
 
 
 class RowMoves:
     """Rectangles that are moved together.
 
     Args:
-        moves: The rectangles. All sources have one dtype and all targets another one, each float32
-            or bfloat16. Views may be of memory that is freed between steps.
-        addresses: Of the tensors that they are views of.
-        norms: By move, the position of the norm that it is divided by; None for none. The quotient
-            is computed in fp32, and rounded as it is written. With ``factors`` it is the position
-            of a factor of its block, by which it is multiplied first.
-        factors: By move, factors that it is multiplied by in fp32, one after the other; None for
-            none. Their product would round differently.
-        by_kernel: False where one side is in CPU memory.
+        moves: The moves of a plan.
+        source: Side of all sources.
+        target: Side of all targets.
+        tensors: The tensors of all plans.
+        factors: By block, two factors of targets, which are multiplied one after the other; None
+            for none.
 
-    Memory: with the kernel about 100 bytes a rectangle, and 8 for every 4,096 elements.
+    Attributes:
+        moves: The moves, in the numbers of ``tensors``.
+        completed: Handles of the shards that are complete when these moves end.
+
+    Memory: with the kernel 88 bytes a move, and 8 for every 4,096 elements.
     """
 
     _table: "RowTable | None" = None
@@ -92,56 +117,77 @@ class RowMoves:
     def __init__(
         self,
         moves: Sequence[Move],
-        addresses: Addresses,
-        *,
-        norms: Sequence[int] | None = None,
-        factors: Sequence[Sequence[float]] | None = None,
-        by_kernel: bool = True,
+        source: Side,
+        target: Side,
+        tensors: Tensors,
+        factors: Sequence[tuple[float, float]] | None = None,
     ) -> None:
-        self._addresses, self._norms, self._factors = addresses, norms, factors
-        self._by_kernel = by_kernel and addresses.by_kernel
-        self.set(moves)
-
-    def set(self, moves: Sequence[Move]) -> None:
-        """Move these from now on; none, to drop the views, but not the table that needs none."""
-        views = () if self._by_kernel else moves
-        self._sources = [source for source, *_ in views]
-        self._targets = [target for _, target, *_ in views]
-        if self._by_kernel and moves:
-            addresses = self._addresses
+        added = []
+        for side in (source, target):
+            added += [side.first_number, 0, side.first_byte // side.dtype.itemsize, 0]
+        self.moves = [(*map(operator.add, move, added), *move[8:]) for move in moves]
+        self.completed: list[Handle] = []
+        self._dtypes, self._tensors = (source.dtype, target.dtype), tensors
+        self._factors = None if factors is None else [factors[move[-1]] for move in moves]
+        # The kernel moves rows within one device. Shards have other numbers than 0.
+        is_here = tensors.rows_device == tensors.device or not any(moves[0][0:8:4] if moves else ())
+        if moves and is_here and tensors.by_kernel:
             self._table = _kernel().build_table(
-                moves, addresses.tensors, self._norms, self._factors, addresses.device
+                self.moves, self._factors, self._dtypes, tensors.device
             )
 
-    def run(self, norms: torch.Tensor | None = None) -> None:
-        """Move all of them.
+    def run(
+        self, divisors: torch.Tensor | None = None, multipliers: torch.Tensor | None = None
+    ) -> None:
+        """Move all of them. Values are scaled in float32, and rounded as they are written.
 
         Args:
-            norms: ``(num_norms,)`` float32, where rectangles have positions of norms.
+            divisors: Norms by block, float32; None for none.
+            multipliers: Numbers by block that come before the factors, likewise.
         """
         if self._table is not None:
-            _kernel().launch(self._table, self._addresses.pointers, norms)
-        elif self._sources:
-            self._run_by_torch(norms)
+            _kernel().launch(self._table, self._tensors.table, divisors, multipliers)
+        elif self.moves:
+            self._run_by_torch(divisors, multipliers)
 
-    def _run_by_torch(self, norms: torch.Tensor | None) -> None:
-        if self._norms is None or self._factors is not None:
-            # The copy converts to fp32 exactly, so factors round as in one pass.
-            # To the device the host need not wait: nobody writes sources before the step has ended.
-            to_gpu = self._targets[0].is_cuda
-            torch._foreach_copy_(self._targets, self._sources, non_blocking=to_gpu)
-            if self._norms is not None and norms is not None:
-                own = norms[list(self._norms)].to(self._targets[0].device).unbind()
-                torch._foreach_mul_(self._targets, list(own))
-            for factors in zip(*(self._factors or ()), strict=True):
-                if any(factor != 1.0 for factor in factors):
-                    torch._foreach_mul_(self._targets, list(factors))
-            return
-        assert norms is not None
-        for source, target, position in zip(self._sources, self._targets, self._norms, strict=True):
-            source = source.to(target.device, non_blocking=True)
-            # A slice, as a tensor without dimensions would not decide the dtype of the quotient.
-            torch.div(source, norms[position : position + 1], out=target)
+    def _run_by_torch(
+        self, divisors: torch.Tensor | None, multipliers: torch.Tensor | None
+    ) -> None:
+        tensors = self._tensors.by_number
+        target_device = tensors[self.moves[0][4]].device
+        # To the device the host need not wait: nobody writes sources before the step has ended.
+        to_gpu = target_device.type == "cuda"
+        if multipliers is not None:
+            multipliers = multipliers.to(target_device)
+        for number, move in enumerate(self.moves):
+            *_, num_rows, num_cols, block = move
+            source, target = (
+                _rectangle(tensors[tensor].view(dtype), row, col, stride, (num_rows, num_cols))
+                for (tensor, row, col, stride), dtype in zip(
+                    (move[:4], move[4:8]), self._dtypes, strict=True
+                )
+            )
+            if divisors is not None:
+                source = source.to(target_device, non_blocking=True)
+                # A slice, as a tensor without dimensions would not decide the dtype of a quotient.
+                torch.div(source, divisors[block : block + 1], out=target)
+                continue
+            # The copy converts to float32 exactly, so factors round as in one pass.
+            target.copy_(source, non_blocking=to_gpu)
+            if multipliers is not None:
+                target.mul_(multipliers[block])
+            for factor in self._factors[number] if self._factors is not None else ():
+                if factor != 1.0:
+                    target.mul_(factor)
+
+
+def _rectangle(
+    tensor: torch.Tensor, row: int, col: int, row_stride: int, shape: tuple[int, int]
+) -> torch.Tensor:
+    """View one side of a move, ``(num_rows, num_cols)``."""
+    own_stride, col_stride = tensor.stride(0), tensor.stride(-1)
+    first = tensor.storage_offset() + row * own_stride + col * col_stride
+    return tensor.as_strided(shape, (row_stride or own_stride, col_stride), first)
 
 
 @functools.cache
@@ -180,31 +226,29 @@ def difference_from_torch(device: torch.device) -> str | None:
     wide = wide.to(device)
     narrow = wide.bfloat16()
     norms = torch.tensor([3.7, 0.2], device=device)
-    for source, target, positions, factors in (
-        (wide, narrow, (0, 1), None),
-        (narrow, wide, None, ((0.3, 1.7), (0.9, 1.0))),
-        (narrow, narrow, None, None),
-        (wide, wide, None, ((0.3, 1.7), (0.9, 1.0))),
-        (narrow, wide, (0, 1), ((0.3, 1.7), (0.9, 1.0))),
+    factors = ((0.3, 1.7), (0.9, 1.0))
+    # Whole rows are moved as one long one, whose full tile takes wide loads; a slice of
+    # columns row by row.
+    moves = [(1, 0, 0, 0, 2, 0, 0, 0, 48, 100, 0), (1, 48, 3, 0, 2, 48, 3, 0, 48, 50, 1)]
+    for source, target, divisors, multipliers, own in (
+        (wide, narrow, norms, None, None),
+        (narrow, wide, None, None, factors),
+        (narrow, narrow, None, None, None),
+        (wide, wide, None, None, factors),
+        (narrow, wide, None, norms, factors),
     ):
-        found = []
+        moved = []
         for by_kernel in (True, False):
-            moved = torch.zeros_like(target)
-            # Whole rows are moved as one long one, whose full tile takes wide loads; a slice of
-            # columns row by row.
-            moves = [
-                (source[:48], moved[:48], 0, 1),
-                (source[48:, 3:53], moved[48:, 3:53], 0, 1),
-            ]
+            moved.append(torch.zeros_like(target))
             try:
-                addresses = Addresses([source, moved], device, by_kernel)
-                RowMoves(moves, addresses, norms=positions, factors=factors).run(
-                    norms if positions else None
-                )
+                tensors = Tensors(source.flatten(), device, by_kernel)
+                tensors.bind([source, moved[-1]])
+                tensors.update()
+                sides = Side(source.dtype), Side(target.dtype)
+                RowMoves(moves, *sides, tensors, own).run(divisors, multipliers)
             # Compilers raise whatever they do.
             except Exception as error:
                 return first_line(error)
-            found.append(moved)
-        if not torch.equal(*found):
+        if not torch.equal(*moved):
             return f"{source.dtype} to {target.dtype}: other bits than torch's"
     return None

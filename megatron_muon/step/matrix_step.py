@@ -33,8 +33,8 @@ from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 from megatron_muon.rows.matrices import RowIndex
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import profiler_range
+from megatron_muon.runtime.row_moves import Rows
 from megatron_muon.runtime.tensors import join_adjacent, local_tensor
 from megatron_muon.step.elementwise import Tensors, advance_momentum, decay_before_update
 from megatron_muon.step.hooks import StepHooks

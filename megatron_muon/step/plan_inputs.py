@@ -25,7 +25,7 @@ from megatron_muon.runtime.agreement import (
     ranks_of,
     ranks_per_node,
 )
-from megatron_muon.runtime.engine_builder import PlanInput
+from megatron_muon.runtime.plan_runner import PlanInput
 
 type Groups = dict[Ranks, dist.ProcessGroup]
 

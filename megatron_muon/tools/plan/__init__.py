@@ -6,6 +6,7 @@ Torch is imported for models of transformers alone.
 
 Files, each importing only those above it::
 
+    sizes               elements that all ranks send, receive and stage
     timeline            the step of one rank on its GPU and links, and a picture
     rank_report         numbers of every rank
     model_shape         the matrices of a transformer of Megatron-LM, and published shapes

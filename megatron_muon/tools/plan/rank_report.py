@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_muon.newton_schulz import BACKENDS
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.schedule import PlanOrder
-from megatron_muon.plan.sizes import Traffic
+from megatron_muon.plan.layout import MatrixShape
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
+from megatron_muon.tools.plan.sizes import SizeCounter, Traffic
 from megatron_muon.tools.plan.timeline import Round, Span, timeline
 
 
@@ -28,7 +29,6 @@ class RankReport:
         workspace_bytes: Memory of Newton-Schulz beside them, of the largest stack.
         num_calls: Calls of Newton-Schulz, one per stack.
         local_ns: Estimated Newton-Schulz of local matrices.
-        orders: Its plans.
         rounds: Estimated times, by plan and bucket.
         spans: Estimated step.
         newton_schulz_ns: Estimated Newton-Schulz time.
@@ -43,7 +43,6 @@ class RankReport:
     workspace_bytes: int = 0
     num_calls: int = 0
     local_ns: int = 0
-    orders: list[PlanOrder] = field(default_factory=list)
     rounds: list[list[Round]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     newton_schulz_ns: int = 0
@@ -75,12 +74,13 @@ def build_report(num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
     """Add up the plans of all domains of a job, or one plan, by rank."""
     # Ranks without a matrix count too: they wait for the others, and may still send rows.
     ranks = [RankReport(rank) for rank in range(num_ranks)]
-    num_moved = sum(_add_plan(ranks, plan) for plan in plans)
-    num_ns, staging = 0, defaultdict[int, list[PlanStaging]](list)
+    num_moved, num_ns, staging = 0, 0, defaultdict[int, list[PlanStaging]](list)
     for plan in plans:
         for matrix in plan.matrices:
             num_ns += sum(plan.cost.newton_schulz_ns(*shape) for shape in matrix.blocks)
-        for rank, of_plan in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
+        counter = SizeCounter(plan)
+        num_moved += _add_plan(ranks, counter)
+        for rank, of_plan in counter.staging().items():
             staging[rank].append(of_plan)
     # Most ranks stage the same.
     num_bytes = {
@@ -89,7 +89,7 @@ def build_report(num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
     for report in ranks:
         if report.rank in staging:
             report.staging_bytes = num_bytes[tuple(staging[report.rank])]
-        report.spans = timeline(report.local_ns, report.rounds, report.orders)
+        report.spans = timeline(report.local_ns, report.rounds)
         report.step_ns = round(max((span.end for span in report.spans), default=0))
         rounds = [*itertools.chain(*report.rounds)]
         report.newton_schulz_ns = report.local_ns + sum(times.newton_schulz for times in rounds)
@@ -108,16 +108,16 @@ def build_report(num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
     )
 
 
-def _add_plan(ranks: Sequence[RankReport], plan: ExchangePlan) -> int:
+def _add_plan(ranks: Sequence[RankReport], counter: SizeCounter) -> int:
     """Add the work and the messages of a plan, and return the number of elements sent to owners."""
+    plan = counter.plan
     for rank, time_ns in _add_calls(ranks, plan, plan.local).items():
         ranks[rank].local_ns += time_ns
     for rank in plan.ranks:
-        ranks[rank].orders.append(plan.order)
         ranks[rank].rounds.append([])
     num_moved = 0
     for bucket in plan.buckets:
-        in_bucket, *times = _add_traffic(ranks, plan, bucket)
+        in_bucket, *times = _add_traffic(ranks, counter, bucket)
         times.append(_add_calls(ranks, plan, bucket))
         num_moved += in_bucket
         for rank in plan.ranks:
@@ -126,7 +126,7 @@ def _add_plan(ranks: Sequence[RankReport], plan: ExchangePlan) -> int:
 
 
 def _add_traffic(
-    ranks: Sequence[RankReport], plan: ExchangePlan, bucket: Sequence[int]
+    ranks: Sequence[RankReport], counter: SizeCounter, bucket: Sequence[int]
 ) -> tuple[int, Counter[int], Counter[int]]:
     """Add rows and results of a bucket, and the all-gathers of replicas.
 
@@ -134,21 +134,22 @@ def _add_traffic(
         The number of elements sent to owners, and the estimated times of rows and of results by
         rank, in the busier direction.
     """
+    plan = counter.plan
     cost, dtypes = plan.cost, plan.dtypes
     rows_ns, results_ns = Counter[int](), Counter[int]()
-    rows, results_by_shard = plan.sizes.traffic(bucket)
+    rows, results_by_shard = counter.traffic(bucket)
     # The inverse of the gather without replicas.
     results = Traffic(rows.received, rows.sent)
-    if plan.order.has_replicas:
+    if plan.has_replicas:
         results = Traffic(Counter(), Counter())
-    for shard in plan.sizes.scatters(results_by_shard):
-        for share in shard.shares:
-            if share.owner != share.holder:
-                on_node = cost.share_a_node((share.owner, share.holder))
-                results.add(share.owner, share.holder, share.num_elements, on_node)
-        passed_on = dtypes.scatter_bytes * (shard.num_elements - shard.section_size)
-        time_ns = cost.all_gather_ns(shard.holders, dtypes.scatter_bytes * shard.num_elements)
-        for holder in shard.holders:
+    for holders, section_size, messages in counter.scatters(results_by_shard):
+        for owner, holder, start, stop, _ in messages:
+            if owner != holder:
+                results.add(owner, holder, stop - start, cost.is_on_one_node((owner, holder)))
+        section_bytes = dtypes.scatter_bytes * section_size
+        passed_on = section_bytes * (len(holders) - 1)
+        time_ns = all_gather_ns(cost, holders, section_bytes * len(holders))
+        for holder in holders:
             ranks[holder].bytes_sent += passed_on
             ranks[holder].bytes_received += passed_on
             results_ns[holder] += time_ns
@@ -163,8 +164,41 @@ def _add_traffic(
             )
             ranks[rank].bytes_sent += sum(sent)
             ranks[rank].bytes_received += sum(received)
-            times_ns[rank] += max(cost.messages_ns(*sent), cost.messages_ns(*received))
+            times_ns[rank] += max(messages_ns(cost, *sent), messages_ns(cost, *received))
     return rows.sent.total(), rows_ns, results_ns
+
+
+def all_gather_ns(cost: CostModel, ranks: Sequence[int], num_bytes: int) -> int:
+    """Estimate an all-gather with this many bytes of output.
+
+    Every byte enters a node once, over the links of all ranks there.
+    Source: "bus bandwidth" of doc/PERFORMANCE.md of NVIDIA/nccl-tests.
+    """
+    gbps = cost.gbps
+    if not cost.is_on_one_node(ranks):
+        fewest = min(Counter(map(cost.node, ranks)).values())
+        gbps = min(gbps, fewest * cost.gbps_between_nodes)
+    return round(num_bytes * (len(ranks) - 1) / len(ranks) / gbps)
+
+
+def messages_ns(cost: CostModel, on_node_bytes: int, off_node_bytes: int) -> int:
+    """Estimate the messages of one rank in one direction, to its node and to others."""
+    return round(on_node_bytes / cost.gbps + off_node_bytes / cost.gbps_between_nodes)
+
+
+def stack_ns(
+    cost: CostModel,
+    num_matrices: int,
+    shape: MatrixShape,
+    num_parts: int = 1,
+    *,
+    on_node: bool = True,
+) -> int:
+    """Estimate one call of Newton-Schulz; other arguments as for ``newton_schulz_ns()``."""
+    backend = cost.backend_of(*shape, num_parts)
+    products, launches, all_reduces = cost.costs_ns(*shape, num_parts, backend, on_node=on_node)
+    calls = 1 if BACKENDS[backend].is_batched else num_matrices
+    return num_matrices * products + calls * launches + all_reduces
 
 
 def _add_calls(
@@ -175,15 +209,15 @@ def _add_calls(
     Stacks count as they are, full or not.
     """
     times_ns: Counter[int] = Counter()
-    for rank, stacks in plan.sizes.stacks(indices).items():
+    for rank, stacks in plan.stacks(indices).items():
         report = ranks[rank]
         report.num_calls += len(stacks)
         for stack in stacks:
             part = stack[0]
             shape = plan.matrices[part.matrix].blocks[part.block]
-            on_node = plan.cost.share_a_node(part.owners)
-            times_ns[rank] += plan.cost.stack_ns(
-                len(stack), *shape, len(part.owners), on_node=on_node
+            on_node = plan.cost.is_on_one_node(part.owners)
+            times_ns[rank] += stack_ns(
+                plan.cost, len(stack), shape, len(part.owners), on_node=on_node
             )
             # As Backend.workspace_bytes in a run.
             num_stacks, num_squares = BACKENDS[plan.backend(part.matrix, part.block)].workspace

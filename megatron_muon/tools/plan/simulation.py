@@ -28,6 +28,7 @@ from megatron_muon.plan.layout import (
 )
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.tools.plan.model_shape import ModelShape, Parameter
+from megatron_muon.tools.plan.sizes import fullest_bytes
 
 type Shape = tuple[int, ...]
 # Holders of the segments of a buffer, by tensor-parallel rank.
@@ -133,11 +134,11 @@ def plan_all(
     """Plan small domains first, and others on top of them, as the ranks of a run do."""
     domains = sorted((tuple(sorted(itertools.chain(*replicas))), replicas) for replicas in matrices)
     max_num_plans = max(Counter(rank for ranks, _ in domains for rank in ranks).values(), default=1)
-    settings = settings.shared_by(max_num_plans)
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
+    settings = settings.staging_budget(max_num_plans)
     for _, replicas in sorted(domains, key=lambda domain: len(domain[0])):
-        plans.append(plan_matrices(matrices[replicas], settings, load_ns=load_ns))
+        plans.append(plan_matrices(matrices[replicas], settings, fullest_bytes, load_ns=load_ns))
         load_ns.update(plans[-1].load_ns)
     return plans
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from megatron_muon.plan.schedule import PlanOrder, actions_of
+from megatron_muon.plan.schedule import actions_of
 
 # Colors that color-blind readers can tell apart.
 _COLORS = {"Newton-Schulz": "#0072b2", "rows to owners": "#e69f00", "results": "#009e73"}
@@ -42,9 +42,7 @@ class Span(NamedTuple):
     end: float
 
 
-def timeline(
-    local_ns: int, rounds: Sequence[Sequence[Round]], plans: Sequence[PlanOrder]
-) -> list[Span]:
+def timeline(local_ns: int, rounds: Sequence[Sequence[Round]]) -> list[Span]:
     """Estimate the step of one rank whose peers keep pace with it.
 
     Messages are sent one after the other, as soon as the GPU starts them, and the GPU waits where
@@ -53,12 +51,11 @@ def timeline(
     Args:
         local_ns: Newton-Schulz of local matrices.
         rounds: Times by plan and bucket.
-        plans: Plans of the rank, in their order.
 
     Returns:
         Spans in the order of the step's actions; the latest end is the end of the step.
     """
-    actions = actions_of(tuple(plans))
+    actions = actions_of(tuple(map(len, rounds)))
     num_local = sum(action.kind == "local" for action in actions)
     spans: list[Span] = []
     gpu = links = 0.0

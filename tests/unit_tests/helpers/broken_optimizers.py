@@ -64,8 +64,8 @@ def flip_rows_of_other_ranks() -> None:
     original = PlanRunner.orthogonalize
 
     def flipped(self: Any, index: int) -> Any:
-        for rows in self._unpacking[index]._sources:
-            rows.neg_()
+        if (gather := self.buckets[index].gather) is not None:
+            gather.receives.neg_()
         return original(self, index)
 
     PlanRunner.orthogonalize = flipped

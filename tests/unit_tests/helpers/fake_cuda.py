@@ -262,7 +262,8 @@ def fake_cuda() -> Iterator[Recorder]:
     build = row_kernel.build_table
 
     def build_table(moves: Any, *args: Any) -> Any:
-        recorder.tables.append((build(moves, *args), sum(source.numel() for source, *_ in moves)))
+        num_elements = sum(move[8] * move[9] for move in moves)
+        recorder.tables.append((build(moves, *args), num_elements))
         return recorder.tables[-1][0]
 
     replaced = [

@@ -13,9 +13,20 @@ from megatron_muon.plan import CommDtypes, ExchangePlan, Route
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
-from megatron_muon.plan.schedule import PlanOrder
+from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import PlanSettings
 
+# One core a rank, gloo over the loopback. Stacks pay for the host's time of a call: 2 to 16 times
+# up to 64 rows of bf16, half at 128, a tenth at 256, nothing above.
+CPU_RANKS = CostModel(
+    tflops=0.4,
+    half_rate_side=0.0,
+    gbps=2.0,
+    gbps_between_nodes=2.0,
+    kernel_us=20.0,
+    all_reduce_us=500.0,
+    stack_tiles=32,
+)
 BF16 = CommDtypes("bfloat16", "bfloat16")
 # Newton-Schulz is so slow that matrices are split, and stacks hold a few small matrices.
 SLOW = CostModel(tflops=1e-7, all_reduce_us=0, ranks_per_node=2, stack_tiles=4)
@@ -120,7 +131,13 @@ def plan_of(
     **settings: Any,
 ) -> ExchangePlan:
     """Plan some matrices; ``settings`` are other fields of ``PlanSettings``."""
-    return plan_matrices(matrices, PlanSettings(cost, dtypes, **settings), load_ns={})
+    planned = PlanSettings(cost, dtypes, **settings)
+    return plan_matrices(matrices, planned, _fullest_bytes, load_ns={})
+
+
+def _fullest_bytes(plan: ExchangePlan) -> int:
+    """Return the maximum of all ranks, as a run does."""
+    return max(RankSchedule.build([plan], rank).staging_bytes for rank in plan.ranks)
 
 
 @st.composite
@@ -143,12 +160,3 @@ def elements_of(route: Route) -> list[tuple[int, int, int, int]]:
         for row in range(route.num_rows)
         for col in range(route.num_cols)
     ]
-
-
-@st.composite
-def plan_orders(draw: st.DrawFn) -> PlanOrder:
-    has_replicas = draw(st.booleans())
-    return PlanOrder(
-        num_buckets=draw(st.integers(0, 6)),
-        has_replicas=has_replicas,
-    )

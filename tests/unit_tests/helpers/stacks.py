@@ -13,8 +13,9 @@ from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankSchedule
+from megatron_muon.runtime.agreement import Domain
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.plan_runner import BoundPlan
+from megatron_muon.runtime.plan_runner import PlanInput
 
 
 def settings(
@@ -51,9 +52,12 @@ def local_engine(
 ) -> Engine:
     """Build the engine of the only rank of some plans; handles count their matrices from 0."""
     handles = itertools.count()
-    bound = [
-        BoundPlan(plan, {i: next(handles) for i, _ in enumerate(plan.matrices)}, None, None, {})
+    alone = Domain((0,), None, None)
+    inputs = [
+        PlanInput(
+            alone, plan.matrices, {i: next(handles) for i, _ in enumerate(plan.matrices)}, None
+        )
         for plan in plans
     ]
     schedule = RankSchedule.build(plans, rank=0)
-    return Engine(bound, schedule, of, device=device, rows_device=rows_device)
+    return Engine(plans, inputs, schedule, {}, of, device=device, rows_device=rows_device)

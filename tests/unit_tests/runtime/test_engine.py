@@ -235,10 +235,10 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     with collectives_run("at_wait") as timing:
         abandoned = engine.orthogonalize(rows, rows)
         next(abandoned)
-        (buckets,) = engine.runners
-        while grid and not buckets._scattering:
+        (runner,) = engine.runners
+        while grid and ("scatter", 0) not in runner.in_flight:
             next(abandoned)
-        under_way = len(buckets._gathering) + len(buckets._scattering)
+        under_way = len(runner.in_flight)
         abandoned.close()
         step_both(optimizers, "bf16")
     return [under_way, optimizers.differences(), timing.breaches]

@@ -20,7 +20,7 @@ from helpers.sharded_muon import build_optimizers
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.standard import Standard
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime import arena, local_rows
+from megatron_muon.runtime import arena, plan_runner
 from megatron_muon.runtime.engine_builder import on_all_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
@@ -48,8 +48,8 @@ def _error_without_memory(what: str, num_arenas: int) -> str:
     fake = SimpleNamespace(empty=empty, uint8=torch.uint8, cuda=torch.cuda)
     replaced: Any = mock.patch.object(arena, "torch", fake)
     if what == "norms":
-        norms = fail if dist.get_rank() == 1 else local_rows.BlockNorms
-        replaced = mock.patch.object(local_rows, "BlockNorms", norms)
+        norms = fail if dist.get_rank() == 1 else plan_runner.BlockNorms
+        replaced = mock.patch.object(plan_runner, "BlockNorms", norms)
     with replaced:
         try:
             build_optimizers(2, exchange={"staging_bytes": 10**6})
@@ -121,7 +121,7 @@ def _build(*case: Any) -> Any:
 
 
 def _connected_and_used(num_buckets: int, matrices: Any) -> list[Any]:
-    """Return whom gathers and scatters connect, whom they send to in a step, and the sizes."""
+    """Return the ranks that are connected, the ranks that a step sends to, and the sizes."""
     original = dist.all_to_all_single
     sizes: list[tuple[list[int], list[int]]] = []
 
@@ -135,12 +135,11 @@ def _connected_and_used(num_buckets: int, matrices: Any) -> list[Any]:
         connected = sizes.copy()
         engine._arena.allocate()
         (runner,) = engine.runners
-        used = []
-        for part in (runner._gathers, runner._scatters):
-            sizes.clear()
-            for index in range(len(runner.plan.buckets)):
-                part.start(index).wait()
-            used.append(_pairs(sizes))
+        sizes.clear()
+        for bucket in runner.buckets[: len(runner.plan.buckets)]:
+            bucket.gather.start().wait()
+            bucket.scatter.start().wait()
+        used = [_pairs(sizes)]
     all_sizes = {size for call in connected for end in call for size in end}
     return [[_pairs([call]) for call in connected], used, sorted(all_sizes)]
 

@@ -22,11 +22,11 @@ def _block_norms(shapes: list[tuple[int, int]]) -> norms.BlockNorms:
 def test_norm_is_that_of_the_float64_sum(shape):
     """Norms are those of float64 sums, in the order of the blocks."""
     shapes = [(3, 5), shape, (4, 5), (3, 5), shape]
-    rows = {i: torch.randn(each).to(device()) * 1e-3 for i, each in enumerate(shapes)}
+    rows = [torch.randn(each).to(device()) * 1e-3 for each in shapes]
     block_norms = _block_norms(shapes)
-    block_norms.view(rows)
+    block_norms.bind(rows)
     block_norms.reduce()
-    expected = [each.double().square().sum().sqrt().float() for each in rows.values()]
+    expected = [each.double().square().sum().sqrt().float() for each in rows]
     assert torch.equal(block_norms.values, torch.stack(expected))
 
 
@@ -42,7 +42,7 @@ def test_cpu_converts_a_large_matrix_piece_by_piece(monkeypatch):
     original = norms.sums_of_squares
     monkeypatch.setattr(norms, "sums_of_squares", counted)
     block_norms = _block_norms([(1000, 700)])
-    block_norms.view({0: torch.ones(1000, 700)})
+    block_norms.bind([torch.ones(1000, 700)])
     block_norms.reduce()
     assert sum(seen) == 700_000 and max(seen) <= 2**18
     assert block_norms.values.tolist() == [pytest.approx(700_000**0.5)]

@@ -130,8 +130,10 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     exchange = {"comm_dtype": "bf16", "num_buckets": 6}
     optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
     (built,) = optimizers.sharded.engine.runners
-    sends = [each.numel() > 0 for each in built._scatters._sends]
-    gets = [each.numel() > 0 for each in built._all_gather._all]
+    sends = [
+        bucket.scatter.sends.numel() > 0 for bucket in built.buckets[: len(built.plan.buckets)]
+    ]
+    gets = [bucket.sections.all.numel() > 0 for bucket in built.buckets[: len(built.plan.buckets)]]
     return [_compare(optimizers), sends, gets]
 
 
@@ -208,8 +210,7 @@ def _one_place_for_all_buckets(buffers: Sequence[str]) -> Iterator[None]:
         (plan,), (places,) = plans, layout.plans
         moved = tuple(bucket._replace(**dict.fromkeys(buffers, place)) for bucket in places)
         sizes = [getattr(bucket, name) for bucket in plan.buckets for name in buffers]
-        # Sizes are elements of at most four bytes.
-        return StagingLayout((moved,), layout.local, place + 4 * max(sizes))
+        return StagingLayout((moved,), layout.local, place + max(sizes))
 
     with mock.patch.object(StagingLayout, "build", built):
         yield

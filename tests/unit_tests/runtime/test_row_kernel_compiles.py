@@ -17,9 +17,10 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 _ARGUMENTS = {
     "moves": "*i64",
     "tiles": "*i32",
+    "tensors": "*i64",
+    "divisors": "*fp32",
+    "multipliers": "*fp32",
     "factors": "*fp32",
-    "pointers": "*i64",
-    "norms": "*fp32",
 }
 # Whether the source and the target are bf16, whether the norm divides, whether it multiplies.
 _MOVES = {
@@ -48,6 +49,7 @@ def test_row_kernel_has_few_registers_and_wide_accesses(architecture, tmp_path, 
             "TARGET_IS_BF16": target_is_bf16,
             "DIVIDES": divides,
             "MULTIPLIES": multiplies,
+            "HAS_FACTORS": not divides,
             "WIDTH": row_kernel.WIDTH,
             "TILE": row_kernel.TILE,
             "PIECE": row_kernel.PIECE,

@@ -20,7 +20,7 @@ from helpers.stacks import local_engine, settings
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.runtime import row_kernel, row_moves
 from megatron_muon.runtime.arena import Arena
-from megatron_muon.runtime.row_moves import Addresses, RowMoves
+from megatron_muon.runtime.row_moves import RowMoves, Side, Tensors
 
 ROWS, COLS = 16, 8
 CPU = torch.device("cpu")
@@ -89,6 +89,22 @@ def _moved(rows: dict[int, torch.Tensor], step: int) -> dict[int, torch.Tensor]:
     return moved
 
 
+def _row_moves(
+    moves: list[tuple[int, ...]],
+    sources: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    factors: Any = None,
+    *,
+    by_kernel: bool,
+) -> RowMoves:
+    """Return moves between tensors, which are numbered from 1: sources, then targets."""
+    tensors = Tensors(torch.empty(0), CPU, by_kernel)
+    tensors.bind([*sources, *targets])
+    tensors.update()
+    sides = Side(sources[0].dtype), Side(targets[0].dtype)
+    return RowMoves(moves, *sides, tensors, factors)
+
+
 def _bits(*, by_kernel: bool) -> list[list[int]]:
     """Return the bits that all rectangles, and two steps of an engine, end with."""
     row_moves.uses_kernel = lambda device: by_kernel  # type: ignore[assignment]
@@ -96,12 +112,11 @@ def _bits(*, by_kernel: bool) -> list[list[int]]:
     found = []
     for sources, targets, positions, factors in _rectangles(torch.Generator().manual_seed(0)):
         moves = [
-            (*pair, 2 * i, 2 * i + 1) for i, pair in enumerate(zip(sources, targets, strict=True))
+            (1 + i, 0, 0, 0, 1 + i + len(sources), 0, 0, 0, *source.shape, i)
+            for i, source in enumerate(sources)
         ]
-        addresses = Addresses([view for pair in moves for view in pair[:2]], CPU)
-        RowMoves(moves, addresses, norms=positions, factors=factors).run(
-            norms if positions else None
-        )
+        divisors = norms[positions] if positions else None
+        _row_moves(moves, sources, targets, factors, by_kernel=by_kernel).run(divisors)
         found += targets
     # Stacks of four and of fewer.
     for num_matrices, split_shapes in ((5, None), (3, (4, 2, 2))):
@@ -140,8 +155,10 @@ def test_rows_of_one_shape_are_divided_by_their_own_norms():
     positions = [8, 0, 3, 1, 5, 2, 4]
     sources = [torch.randn(shape, generator=generator) for shape in shapes]
     targets = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-    moves = [(*pair, 0, 0) for pair in zip(sources, targets, strict=True)]
-    RowMoves(moves, Addresses((), CPU, by_kernel=False), norms=positions).run(norms)
+    moves = [
+        (1 + i, 0, 0, 0, 8 + i, 0, 0, 0, *shape, positions[i]) for i, shape in enumerate(shapes)
+    ]
+    _row_moves(moves, sources, targets, by_kernel=False).run(norms)
     for source, target, position in zip(sources, targets, positions, strict=True):
         assert torch.equal(target, (source / norms[position]).bfloat16())
 
@@ -161,19 +178,6 @@ def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
         engine, rows = _engine(num_matrices, split_shapes=split_shapes)
         list(engine.orthogonalize(rows, rows))
         assert launches == expected
-
-
-def test_table_is_cut_where_elements_need_more_than_32_bits(monkeypatch):
-    """A rectangle whose elements need more than 32 bits is several entries."""
-    monkeypatch.setattr(row_kernel, "_MOST_ELEMENTS", 4 * 100)
-    source, target = torch.zeros(10, 100), torch.zeros(10, 200)[:, 100:]
-    whole = target._base
-    table = row_kernel.build_table([(source, target, 1, 0)], [whole, source], None, None, CPU)
-    assert [(*each[:2], *each[4:6], *each[8:10]) for each in table.moves.tolist()] == [
-        (1, 0, 0, 100, 4, 100),
-        (1, 400, 0, 900, 4, 100),
-        (1, 800, 0, 1700, 2, 100),
-    ]
 
 
 def test_rows_that_moved_are_viewed_again():
@@ -198,7 +202,7 @@ def test_all_lists_of_a_step_share_one_copy_of_addresses(monkeypatch):
     monkeypatch.setattr(
         row_kernel, "on_device", lambda tensor, device: copies.append(tensor) or tensor
     )
-    monkeypatch.setattr(row_kernel, "launch", lambda table, pointers, _: launched.append(pointers))
+    monkeypatch.setattr(row_kernel, "launch", lambda table, tensors, *_: launched.append(tensors))
     engine, rows = _engine(6, 3)
     # Where the allocator places the arena is not what is tested.
     monkeypatch.setattr(Arena, "free", lambda self: None)
@@ -214,7 +218,7 @@ def test_all_lists_of_a_step_share_one_copy_of_addresses(monkeypatch):
             memory.append(rows)
         list(engine.orthogonalize(rows, rows))
         assert len(launched) == num_lists
-        assert len({id(pointers) for pointers in launched}) == 1
+        assert len(set(map(id, launched))) == 1
         if len(memory) > 1:
             assert len(copies) == is_moved
     # Views anew of the same memory, then of other results.

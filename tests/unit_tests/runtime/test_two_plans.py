@@ -105,7 +105,7 @@ def _two_kinds(
         "loads_ns": [plan.load_ns[rank] for plan in compute.plans],
         "rounds": [
             [action.plan, action.number]
-            for action in compute._schedule.actions
+            for action in compute._actions
             if action.kind == "orthogonalize"
         ],
     }

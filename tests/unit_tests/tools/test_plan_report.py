@@ -21,12 +21,17 @@ from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import Splits, rows_in_buffer
 from megatron_muon.plan.owners import matrix_ns
 from megatron_muon.plan.rank_plan import RankSchedule
-from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes, PlanSettings
 from megatron_muon.tools.plan.command import main
 from megatron_muon.tools.plan.model_shape import PRESETS, ModelShape
-from megatron_muon.tools.plan.rank_report import build_report
+from megatron_muon.tools.plan.rank_report import (
+    all_gather_ns,
+    build_report,
+    messages_ns,
+    stack_ns,
+)
 from megatron_muon.tools.plan.simulation import Parallelism, simulate, unit_buffer
+from megatron_muon.tools.plan.sizes import fullest_bytes
 from megatron_muon.tools.plan.summary import (
     count_layers,
     memory_under_megatron_fsdp,
@@ -37,16 +42,18 @@ from megatron_muon.tools.plan.timeline import Round, timeline
 
 def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]:
     """Return the bytes that a rank sends and receives in a bucket."""
-    of_gather, of_scatter = plan.dtypes.gather_bytes, plan.dtypes.scatter_bytes
-    sent = of_gather * sum(r.num_elements for routes in bucket.sends.values() for r in routes)
-    received = of_gather * sum(r.num_elements for rows in bucket.receives.values() for r in rows)
-    scatter = bucket.scatter
-    to_others = [routes for holder, routes in scatter.sends.items() if holder != rank]
-    sent += of_scatter * sum(route.num_elements for routes in to_others for route in routes)
-    received += of_scatter * sum(n for owner, n in scatter.receives.items() if owner != rank)
-    if scatter.shard is not None:
-        gathered = scatter.shard.num_elements - scatter.shard.section_size
-        sent, received = sent + of_scatter * gathered, received + of_scatter * gathered
+    gather, scatter = bucket.gather or ({}, {}), bucket.scatter
+    replicas = next(
+        (r.holders for m in plan.matrices for r in m.regions if rank in r.holders), (rank,)
+    )
+    section_size = bucket.num_elements.scatter_receive // len(replicas)
+    passed_on = section_size * (len(replicas) - 1)
+    sent, received = (
+        plan.dtypes.gather_bytes * sum(rows.values())
+        + plan.dtypes.scatter_bytes
+        * (passed_on + sum(n for other, n in results.items() if other != rank))
+        for rows, results in zip(gather, scatter, strict=True)
+    )
     return sent, received
 
 
@@ -59,15 +66,17 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
         schedule = RankSchedule.build([plan], rank)
         (rank_plan,) = schedule.rank_plans
         both = [_bytes(plan, bucket, rank) for bucket in rank_plan.buckets]
-        owned = [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]
+        buckets = [*rank_plan.local, *rank_plan.buckets]
         found = report.ranks[rank]
         assert found.bytes_sent == sum(sent for sent, _ in both)
         assert found.bytes_received == sum(received for _, received in both)
-        assert found.staging_bytes == schedule.staging.num_bytes
-        assert found.num_calls == sum(len(each.stacks) for each in owned)
+        assert found.staging_bytes == schedule.staging_bytes
+        assert found.num_calls == sum(len(bucket.stacks) for bucket in buckets)
     step_ns = max(rank.step_ns for rank in report.ranks)
     for rank in report.ranks:
         assert step_ns >= max(rank.newton_schulz_ns, rank.traffic_ns) - 1
+    fullest = max(rank.staging_bytes for rank in report.ranks)
+    assert fullest_bytes(plan) == plan.staging_bytes == fullest
     sent = sum(rank.bytes_sent for rank in report.ranks)
     assert sent == sum(rank.bytes_received for rank in report.ranks)
     if all(len(owners) == 1 for owners in plan.owners):
@@ -106,11 +115,21 @@ def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
     by_rank = ((owner, (150, 100)), (near, (150, 0)), (far, (0, 100)))
     for rank, (inside, outside) in by_rank:
         rows, results = (
-            cost.messages_ns(512 * width * inside, 512 * width * outside) for width in (4, 2)
+            messages_ns(cost, 512 * width * inside, 512 * width * outside) for width in (4, 2)
         )
-        newton_schulz = cost.stack_ns(1, 550, 512) if rank is owner else 0
+        newton_schulz = stack_ns(cost, 1, (550, 512)) if rank is owner else 0
         assert rank.rounds == [[Round(rows, results, newton_schulz)]]
         assert rank.step_ns >= rows + results
+
+
+def test_links_within_a_node_are_faster():
+    """Messages to other nodes and all-gathers over several nodes take the slower link."""
+    cost = CostModel(gbps=450, gbps_between_nodes=45)
+    assert messages_ns(cost, 450_000, 45_000) == 1000 + 1000
+    # An all-gather enters a node once, over the links of the fewest ranks of a node.
+    assert all_gather_ns(cost, [0, 1], 900) == round(450 / 450)
+    assert all_gather_ns(cost, [0, 8], 90_000) == round(45_000 / 45)
+    assert all_gather_ns(cost, [0, 1, 8, 9], 120_000) == round(90_000 / 90)
 
 
 def test_rounds_of_replicas_have_their_all_gather():
@@ -118,11 +137,11 @@ def test_rounds_of_replicas_have_their_all_gather():
     cost, num_elements = CostModel(), 64 * 512
     matrix = whole_matrix("weight", rows_cut_at(64, 512, [64]), [[(0, 1)]])
     plan = plan_of([matrix], cost, max_owners=1)
-    all_gather_ns = cost.all_gather_ns((0, 1), 2 * num_elements)
+    time_ns = all_gather_ns(cost, (0, 1), 2 * num_elements)
     for rank in build_report(2, [plan]).ranks:
         (((rows, results, _),),) = rank.rounds
         assert rows == 0
-        assert results == cost.messages_ns(num_elements, 0) + all_gather_ns
+        assert results == messages_ns(cost, num_elements, 0) + time_ns
 
 
 @settings(max_examples=50)
@@ -147,13 +166,12 @@ def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
 
 def test_rows_come_before_newton_schulz_and_results_after_it():
     """Gathers and scatters of three buckets run beside the products of others."""
-    order = PlanOrder(3, has_replicas=False)
     rounds = [
         Round(rows=3, results=30, newton_schulz=10),
         Round(rows=5, results=4, newton_schulz=10),
         Round(rows=1, results=4, newton_schulz=10),
     ]
-    spans = timeline(8, [rounds], [order])
+    spans = timeline(8, [rounds])
     assert [(span.kind, span.start, span.end) for span in spans] == [
         ("rows to owners", 0, 3),
         ("rows to owners", 3, 8),
@@ -195,13 +213,13 @@ def test_preview_plans_what_a_run_plans(numbers):
     model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=2)
     *of_experts, dense = simulate(model, Parallelism(dp=8, ep=2), numbers)
     assert [plan.ranks for plan in of_experts] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    numbers, load_ns = numbers.shared_by(2), {}
+    numbers, load_ns = numbers.staging_budget(2), {}
     for expected in of_experts:
         before = dict.fromkeys(expected.ranks, 0)
-        plan = plan_matrices(expected.matrices, numbers, load_ns=before)
+        plan = plan_matrices(expected.matrices, numbers, fullest_bytes, load_ns=before)
         assert plan.entries() == expected.entries()
         load_ns |= {rank: plan.load_ns[rank] for rank in plan.ranks}
-    plan = plan_matrices(dense.matrices, numbers, load_ns=load_ns)
+    plan = plan_matrices(dense.matrices, numbers, fullest_bytes, load_ns=load_ns)
     assert plan.entries() == dense.entries()
 
 

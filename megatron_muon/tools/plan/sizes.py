@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Elements that all ranks send, receive and orthogonalize in one bucket.
+
+Messages and stacks of one rank are built from routes, see ``megatron_muon.plan.rank_plan``. Here
+the same routes are counted for thousands of ranks. Matrices of all layers share their shards:
+overlaps of shards and parts are computed once.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.layout import Ranks
+from megatron_muon.plan.routes import (
+    ReplicaMessage,
+    nearest_holder,
+    routes_of,
+    sections_of,
+    stack_elements,
+)
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout, aligned_size
+
+# Holders of a shard, position of a part among the owners, elements of the shard in the part.
+type Overlap = tuple[Ranks, int, int]
+# Elements of results, by holders of a shard and by owner.
+type Results = dict[Ranks, Counter[int]]
+
+
+class Traffic(NamedTuple):
+    """Elements of messages between ranks.
+
+    Args:
+        sent: Elements by sender, and whether the receiver is on its node.
+        received: Elements by receiver, and whether the sender is on its node.
+    """
+
+    sent: Counter[tuple[int, bool]]
+    received: Counter[tuple[int, bool]]
+
+    def add(self, sender: int, receiver: int, elements: int, on_node: bool) -> None:
+        """Add a message."""
+        self.sent[sender, on_node] += elements
+        self.received[receiver, on_node] += elements
+
+
+class SizeCounter:
+    """Count the elements of messages and stacks of a plan by bucket."""
+
+    def __init__(self, plan: ExchangePlan) -> None:
+        self.plan = plan
+        self._overlaps: dict[tuple[int, int], list[Overlap]] = {}
+
+    def traffic(self, indices: Iterable[int]) -> tuple[Traffic, Results]:
+        """Return the traffic of rows in a bucket, and the results by shard.
+
+        Results include an owner's own shard, for its replicas. Without replicas there are none: the
+        scatter is then the inverse of the gather.
+        """
+        plan = self.plan
+        if not plan.has_replicas:
+            return self._traffic_without_replicas(indices), {}
+        rows = Traffic(Counter(), Counter())
+        results: Results = defaultdict(Counter)
+        for index in indices:
+            for holders, part, elements in self._overlaps_of(index):
+                owner = plan.owners[index][part]
+                source = nearest_holder(holders, owner, plan.cost)
+                if source != owner:
+                    rows.add(source, owner, elements, plan.cost.is_on_one_node((source, owner)))
+                if len(holders) > 1 or source != owner:
+                    results[holders][owner] += elements
+        return rows, results
+
+    def scatters(self, results: Results) -> Iterator[tuple[Ranks, int, list[ReplicaMessage]]]:
+        """Yield holders, size of a section and messages of the scatters of a bucket, by shard."""
+        for holders, by_owner in results.items():
+            yield holders, *sections_of(holders, by_owner)
+
+    def sizes(self, indices: Sequence[int]) -> dict[int, BucketSizes]:
+        """Return the elements of the buffers of every rank for a bucket of some matrices."""
+        stacks = self.plan.stacks(indices)
+        rows, results = self.traffic(indices)
+        sends: Counter[int] = Counter()
+        receives: Counter[int] = Counter()
+        for holders, section_size, messages in self.scatters(results):
+            for message in messages:
+                sends[message.owner] += message.num_elements
+            for holder in holders:
+                receives[holder] += section_size * len(holders)
+        sizes = {}
+        for rank in {*stacks, *sends, *receives, *(rank for counts in rows for rank, _ in counts)}:
+            sent, received = (counts[rank, True] + counts[rank, False] for counts in rows)
+            stacked = sum(map(stack_elements, stacks.get(rank, ())))
+            results_sent, results_received = received, sent
+            if self.plan.has_replicas:
+                results_sent, results_received = sends[rank], receives[rank]
+            sizes[rank] = BucketSizes(sent, received, stacked, results_sent, results_received)
+        return sizes
+
+    def staging(self) -> dict[int, PlanStaging]:
+        """Return the staging memory by rank; ranks without any may be left out."""
+        plan = self.plan
+        by_bucket = [self.sizes(bucket) for bucket in plan.buckets]
+        local = plan.stacks(plan.local)
+        nothing = BucketSizes(0, 0, 0, 0, 0)
+        return {
+            rank: PlanStaging(
+                tuple(sizes.get(rank, nothing).in_bytes(plan.dtypes) for sizes in by_bucket),
+                max(map(stack_elements, local.get(rank, ())), default=0) * plan.dtypes.stack_bytes,
+            )
+            for rank in set(local).union(*by_bucket)
+        }
+
+    def _traffic_without_replicas(self, indices: Iterable[int]) -> Traffic:
+        """Return the traffic of rows in a bucket.
+
+        All shards of a matrix go to its owners. Matrices with equal layouts are counted together:
+        ranks times matrices are many millions.
+        """
+        sent, received = rows = Traffic(Counter(), Counter())
+        plan, node = self.plan, self.plan.cost.node
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index in indices:
+            groups[id(self._overlaps_of(index))].append(index)
+        for group in groups.values():
+            elements = {
+                (source, part): number for (source,), part, number in self._overlaps_of(group[0])
+            }
+            num_owners = Counter(
+                (part, node(owner))
+                for index in group
+                for part, owner in enumerate(plan.owners[index])
+            )
+            total: Counter[int] = Counter()
+            on_node: Counter[tuple[int, int]] = Counter()
+            for (source, part), number in elements.items():
+                near = num_owners[part, node(source)]
+                sent[source, True] += number * near
+                sent[source, False] += number * (len(group) - near)
+                total[part] += number
+                on_node[part, node(source)] += number
+            for index in group:
+                for part, owner in enumerate(plan.owners[index]):
+                    # The owner's rows stay.
+                    kept, near = elements.get((owner, part), 0), on_node[part, node(owner)]
+                    sent[owner, True] -= kept
+                    received[owner, True] += near - kept
+                    received[owner, False] += total[part] - near
+        return rows
+
+    def _overlaps_of(self, index: int) -> list[Overlap]:
+        plan = self.plan
+        matrix, num_parts = plan.matrices[index], len(plan.owners[index])
+        key = id(matrix.elements_by_rank), num_parts
+        if key not in self._overlaps:
+            elements: Counter[tuple[Ranks, int]] = Counter()
+            # Parts by position, as if the first ranks owned the matrix.
+            for route in routes_of(index, matrix, tuple(range(num_parts)), plan.cost):
+                elements[route.holders, route.owner] += route.num_elements
+            self._overlaps[key] = [(*cell, count) for cell, count in elements.items()]
+        return self._overlaps[key]
+
+
+def fullest_bytes(plan: ExchangePlan) -> int:
+    """Return the staging bytes of the fullest rank, as its engine allocates them."""
+    num_bytes = 0
+    # Without repetitions: most ranks stage the same.
+    stagings = set(SizeCounter(plan).staging().values())
+    totals = [
+        (aligned_size(s.local) + sum(aligned_size(n) for bucket in s.buckets for n in bucket), s)
+        for s in stagings
+    ]
+    for total, staging in sorted(totals, key=lambda pair: -pair[0]):
+        # Ranks that need less even without sharing are not laid out.
+        if total > num_bytes:
+            num_bytes = max(num_bytes, StagingLayout.build([staging]).num_bytes)
+    return num_bytes
