@@ -168,6 +168,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
         is_expert, groups = getattr(param, "expert_tp", False), self.pg_collection
+        if groups is None:
+            return None
         group: dist.ProcessGroup | None = groups.expt_tp if is_expert else groups.tp
         return group if group is not None and dist.get_world_size(group) > 1 else None
 
