@@ -172,7 +172,7 @@ class Agreement:
         if problems and self._mode != "sync":
             raise RuntimeError("\n".join([*problems, _ADVICE]))
         if self._mode != "off":
-            fresh = [key for key, each in self.holders.items() if each.param in fresh_params]
+            fresh = [k for k, held in self.holders.items() if held.param in fresh_params]
             self._agree(problems, missing, fresh, find_not_finite(grads, self._device))
         return {self.holders[key].param for key in missing}
 
@@ -214,7 +214,7 @@ class Agreement:
     def _refuse_one_sided(self, flags: _Flags) -> None:
         """Raise on all ranks where holders of a parameter differ in gradients or fresh state."""
         problems = []
-        held = {key for key, each in self.holders.items() if local_tensor(each.param).numel()}
+        held = {key for key, own in self.holders.items() if local_tensor(own.param).numel()}
         mine = own_rank(), flags.missing, flags.fresh
         for rank, missing, fresh in gather_objects(mine, self._group):
             problems += [

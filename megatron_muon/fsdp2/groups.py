@@ -6,8 +6,8 @@ The first rule that matches decides. A shared parameter has several names and mo
 docs/fsdp2.md has the reasons::
 
     use_muon of the parameter or its module         Muon if True, AdamW if False
-    complex numbers                                 AdamW
     convolution                                     AdamW, or Muon with ``flatten``
+    complex numbers                                 AdamW
     other than 2 or 3 dimensions, or a side of 1    AdamW
     module is an embedding, or name matches         AdamW: embedding, head, router, norm, bias, LoRA
     gate beside experts                             AdamW: router
@@ -187,30 +187,7 @@ def choose(
     flatten: bool = False,
     splits: Mapping[str, SplitSizes] | None = None,
 ) -> list[Choice]:
-    """Choose algorithm and layout of a model's trainable parameters.
-
-    Muon gets the weights of linear layers, other 2-D weights of modules that keep them, and batches
-    of experts. The other algorithm gets vectors, embeddings and parameters shared with them, heads,
-    routers, tensors with a side of 1, and all others (docs/fsdp2.md). ``use_muon`` of a
-    parameter, or of its module, decides first; ``fully_shard`` makes new parameters,
-    without attributes. Rank 0 logs the choice, a line a kind, and unclear parameters by name.
-
-    Args:
-        model: The model, sharded or not yet.
-        elementwise_names: Regular expressions; parameters with a matching name are stepped element
-            by element. The default, ``ELEMENTWISE_NAMES`` of ``megatron_muon.fsdp2.groups``,
-            has embeddings, LoRA's adapters, routers, heads, output layers, norms and biases.
-            Without it, heads and routers are matrices unless a pattern matches.
-        elementwise: Algorithm of these, ``adamw`` or ``lion``.
-        elementwise_options: Other keys of their groups, such as ``lr``.
-        flatten: Whether Muon gets convolutions too, as matrices of output channels.
-        splits: The ``split_sizes`` of matrices by regular expression of names, such as
-            ``{"wqkv": (64, 32, 32)}``; None keeps them whole. Other fused matrices are split if
-            their module states the sizes.
-
-    Raises:
-        ValueError: The model has no trainable parameter, or a pattern of the user's finds none.
-    """
+    """Choose algorithm and layout of trainable parameters; see ``MuonAdamW.from_model()``."""
     splits = splits or {}
     other = elementwise, elementwise_options or {}
     uses: dict[torch.Tensor, list[_Use]] = defaultdict(list)

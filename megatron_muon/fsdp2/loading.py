@@ -43,7 +43,7 @@ def arranged(
     fresh: State,
     fresh_if_moved: bool,
 ) -> tuple[dict[torch.Tensor, dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Arrange a state by the parameter groups of an optimizer.
+    """Return state and groups that are loaded into an optimizer, and errors, as sentences.
 
     Args:
         own_groups: The groups of the optimizer.
@@ -52,11 +52,8 @@ def arranged(
         state_dict: The state to load.
         fresh: The current state of Muon's parameters, for keys and shapes.
         fresh_if_moved: Whether parameters that have moved get fresh state, with a warning.
-
-    Returns:
-        State, groups, and errors as sentences.
     """
-    names = {each.param: each.name for each in planned_parameters(own_groups)}
+    names = {p.param: p.name for p in planned_parameters(own_groups)}
     saved_params = _saved_params(state_dict["param_groups"], [*names.values()])
     problems: list[str] = []
     state: dict[torch.Tensor, dict[str, Any]] = {}
@@ -75,9 +72,8 @@ def arranged(
             has_none = not saved and not param.requires_grad
             if problem and not has_none and (saved or key is None or current):
                 problems.append(f"{names[param]}: {problem}")
-                loaded = {}
             # state_dict() looks for all parameters in it, which accelerate replaces after a load.
-            if loaded:
+            elif loaded:
                 state[param] = loaded
         if "lr" not in values:
             problems.append(f"group {number}: expected settings of one group, got several or none")
@@ -85,7 +81,6 @@ def arranged(
             f"group {number}: {problem}, or remove the key from the groups of the state"
             for problem in key_problems(values, algorithm, settings)
         ]
-        # A checkpoint of torch.optim.Muon has no layouts.
         if layout_of(values) != layout_of(group):
             warnings.warn(
                 f"group {number}: the checkpoint has {layout_of(values)}, this run "
@@ -94,9 +89,8 @@ def arranged(
             )
         # Keys that a checkpoint of an earlier torch lacks come from this run, and so do names.
         kept = {"params", "param_names", *(values if len(problems) > num_problems else PLANNED)}
-        groups.append(
-            {**group, **{k: copy.deepcopy(v) for k, v in values.items() if k not in kept}}
-        )
+        new = {key: copy.deepcopy(value) for key, value in values.items() if key not in kept}
+        groups.append({**group, **new})
     if fresh_if_moved and problems:
         warnings.warn("fresh state, or values of this run:\n" + "\n".join(problems), stacklevel=4)
         problems = []

@@ -249,7 +249,7 @@ class Muon(WholeMatrixMuon):
         # The state views these tensors, and a load copies into them.
         moments: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            moments += [(each.values, each.values.clone()) for each in self.engine.moments]
+            moments += [(own.values, own.values.clone()) for own in self.engine.moments]
             if not problems:
                 # Without state that was removed no key would be expected.
                 step.follow_state()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
@@ -49,10 +48,10 @@ _CHANGED = (
 class MuonAdamW(torch.optim.Optimizer):
     """Step matrices with ``Muon``, and other parameters with torch's ``AdamW``, or Lion.
 
-    A trainer that takes one optimizer takes this one. It may be built before the model is sharded:
-    the exchange of matrices is planned at the first ``step()``, or when a state is loaded, by all
-    ranks together; errors of parameters come then. Until the first step, parameters may be replaced
-    in their groups, groups added, and the optimizer copied and pickled.
+    Drop-in replacement for trainers that accept a single optimizer. It may be built before the
+    model is sharded: the exchange of matrices is planned at the first ``step()``, or when a state
+    is loaded, by all ranks together; errors of parameters come then. Until the first step,
+    parameters may be replaced in their groups, groups added, and the optimizer copied and pickled.
 
     AdamW's step runs while the first rows of matrices are in transit.
 
@@ -122,7 +121,7 @@ class MuonAdamW(torch.optim.Optimizer):
         # On every rank alone: there may be no process group yet. All ranks have the same arguments.
         arguments.check()
         listed = list(params)
-        is_chosen = any(isinstance(each, dict) and "algorithm" in each for each in listed)
+        is_chosen = any(isinstance(item, dict) and "algorithm" in item for item in listed)
         common = {"lr": lr, "weight_decay": weight_decay}
         self._defaults: dict[str, dict[str, Any]] = {
             "muon": {**common, "momentum": momentum},
@@ -154,19 +153,32 @@ class MuonAdamW(torch.optim.Optimizer):
         splits: Mapping[str, SplitSizes] | None = None,
         **options: Any,  # noqa: ANN401 - of __init__, by name
     ) -> Self:
-        """Build it for a model, with the groups of ``parameter_groups()``.
+        """Build it for a model.
+
+        Muon gets the weights of linear layers, other 2-D weights of modules that keep them, and
+        batches of experts. The other algorithm gets vectors, embeddings and parameters shared with
+        them, heads, routers, tensors with a side of 1, and all others (docs/fsdp2.md).
+        ``use_muon`` of a parameter, or of its module, decides first; ``fully_shard`` makes new
+        parameters, without attributes. Rank 0 logs the choice, and unclear parameters by name.
 
         Args:
-            model: The model.
+            model: The model, sharded or not yet.
             lr: Learning rate.
-            elementwise_names: Regular expressions for names of parameters that are not Muon's; the
-                default is that of ``parameter_groups()``.
+            elementwise_names: Regular expressions; parameters with a matching name are stepped
+                element by element. The default, ``ELEMENTWISE_NAMES`` of
+                ``megatron_muon.fsdp2.groups``, has embeddings, LoRA's adapters, routers, heads,
+                output layers, norms and biases. Without it, heads and routers are matrices unless a
+                pattern matches.
             elementwise: Algorithm of these, ``adamw`` or ``lion``.
             elementwise_options: Other keys of their groups, such as ``lr`` and ``betas``.
             flatten: Whether Muon gets convolutions too, as matrices of output channels.
-            splits: Rows of the blocks of fused matrices by regular expression of names, such as
-                ``{"wqkv": (64, 32, 32)}``; None keeps them whole.
+            splits: The ``split_sizes`` of matrices by regular expression of names, such as
+                ``{"wqkv": (64, 32, 32)}``; None keeps them whole. Other fused matrices are split if
+                their module states the sizes.
             options: Other arguments of the class.
+
+        Raises:
+            ValueError: The model has no trainable parameter, or a pattern of the user's finds none.
         """
         choices = choose(
             model,
@@ -190,7 +202,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def summary(self) -> str:
         """Return one line per parameter: name, shape, algorithm, layout, and the reason."""
         lines = []
-        names = {each.param: each.name for each in planned_parameters(self.param_groups)}
+        names = {p.param: p.name for p in planned_parameters(self.param_groups)}
         for algorithm, group in zip(self.algorithms, self.param_groups, strict=True):
             layout = [f"{key} {group[key]}" for key in PLANNED if group.get(key)]
             for param in group["params"]:
@@ -370,12 +382,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles, until the exchange is planned."""
-        if self.muon is not None or any(
-            isinstance(value, dist.ProcessGroup) for value in self._options.values()
-        ):
+        if self.muon is not None:
             raise TypeError(
-                "MuonAdamW: expected no copy after the first step, or with process groups, which "
-                "cannot be copied. Build another one, and load the state of this one."
+                "MuonAdamW: expected no copy after the first step, which makes process groups. "
+                "Build another one, and load the state of this one."
             )
         names = ("_defaults", "_options", "_settings", "algorithms", "_reasons")
         attributes = {name: getattr(self, name) for name in names}

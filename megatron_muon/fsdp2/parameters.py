@@ -77,23 +77,6 @@ def planned_parameters(param_groups: Sequence[Group]) -> Iterator[PlannedParamet
             )
 
 
-class Views(NamedTuple):
-    """Planned views of parameters, and their devices.
-
-    Args:
-        parameters: Parameters with a view.
-        problems: Errors of the others, and of process groups that differ between ranks, as
-            sentences.
-        device: Device of Newton-Schulz and of meshes.
-        rows_device: Device of shards, another one with FSDP2's ``CPUOffloadPolicy``.
-    """
-
-    parameters: list[PlannedParameter]
-    problems: list[str]
-    device: torch.device
-    rows_device: torch.device
-
-
 class _Facts(NamedTuple):
     """Facts that a rank sends to all others.
 
@@ -114,7 +97,7 @@ def view_parameters(
     parameters: Sequence[PlannedParameter],
     process_group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None,
-) -> Views:
+) -> tuple[list[PlannedParameter], list[str], torch.device, torch.device]:
     """Plan the views of parameters; called by all ranks of the job together.
 
     Args:
@@ -122,6 +105,10 @@ def view_parameters(
         process_group: Ranks with copies of this rank's plain tensors; None for no others.
         tensor_group: Ranks with the other shards of plain tensors that have a ``partition_dim``, in
             the order of the shards; None for no others.
+
+    Returns:
+        Parameters with a view; errors, as sentences, of the others and of process groups; devices
+        of Newton-Schulz, and of shards, which FSDP2's ``CPUOffloadPolicy`` keeps on the CPU.
 
     Communication: a gather of objects over the job.
     """
@@ -165,7 +152,7 @@ def view_parameters(
         except ValueError as error:
             problems.append(f"{parameter.name}: {error}")
     is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
-    return Views(viewed, problems, device, torch.device("cpu") if is_in_cpu_memory else device)
+    return viewed, problems, device, torch.device("cpu") if is_in_cpu_memory else device
 
 
 def ranks_with(group: dist.ProcessGroup | None) -> tuple[int, ...]:
