@@ -22,7 +22,7 @@ import argparse
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,17 @@ from megatron_muon.tools.checkpoint.writing import LazyTensor, read
 
 _COMMON = "common_state/shard_0_1"
 _COUNTERS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
-_MASTER, _STEP = "fp32_param", "step"
+_WEIGHT, _MASTER, _STEP = "weight", "fp32_param", "step"
 _MUON, _ADAM = {"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}
-_DDP_WEIGHT = re.compile(r"(?P<name>(?!optimizer\.|chained_).+)$")
-_DDP_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)$")
-_FSDP_WEIGHT = re.compile(r"model\.(?:module\.)+(?P<name>(?!mtp\.).+)$")
-_FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)+(?P<name>.+)\.(?P<kind>[^.]+)$")
+# States, and weights, by format.
+_DDP = (
+    re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)$"),
+    re.compile(r"(?P<name>(?!optimizer\.|chained_).+)$"),
+)
+_FSDP = (
+    re.compile(r"optimizer\.state\.(?:module\.)+(?P<name>.+)\.(?P<kind>[^.]+)$"),
+    re.compile(r"model\.(?:module\.)+(?P<name>(?!mtp\.).+)$"),
+)
 _FSDP_SETTING = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)+(.+)\.[^.]+$")
 # Linear layers of Megatron's modules; they save nothing beside their weights.
 _WITHOUT_STATE = re.compile(r"(.*\.linear_[^.]+)\.weight$")
@@ -64,16 +69,16 @@ def from_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
         CheckpointError: A tensor or setting is missing or unknown.
     """
     common, args = _common_of_ddp(checkpoint)
-    weights, states = _by_parameter(checkpoint, _DDP_WEIGHT, _DDP_STATE)
+    parameters = _by_parameter(checkpoint, _DDP)
     num_steps, is_by_group = _adam_steps(checkpoint, common)
     prefix = "optimizer.{}.module.module." + "module." * (args.bf16 or args.fp16)
     state, setting = prefix.format("state"), prefix.format("param_to_group_meta")
     values: dict[str, Any] = {}
-    for name, key in weights.items():
-        kinds = states[name]
-        for own_name, shape in parts_of(name, checkpoint.tensors[key].size, args):
+    for name, keys in parameters.items():
+        weight = keys.pop(_WEIGHT)
+        for own_name, shape in parts_of(name, checkpoint.tensors[weight].size, args):
             _, box, *_ = place_of(own_name, shape, args)
-            for kind, source in ({_MASTER: key} | kinds).items():
+            for kind, source in ({_MASTER: weight} | keys).items():
                 target = f"{state}{own_name}.{kind}"
                 if kind == _MASTER:
                     target = f"model.module.{own_name}"
@@ -81,11 +86,11 @@ def from_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
                 tensor.add(whole_box(shape), checkpoint, source, box)
             # Torch's Adam counts steps by parameter, Transformer Engine's by parameter group, and
             # group settings are not split.
-            if kinds.keys() - {_MASTER} == _ADAM and is_by_group:
+            if keys.keys() >= _ADAM and is_by_group:
                 for half in HALVES:
                     own_name = own_name.removesuffix(half)
                 values[f"{setting}{own_name}.{_STEP}"] = num_steps
-            elif kinds.keys() - {_MASTER} == _ADAM:
+            elif keys.keys() >= _ADAM:
                 values[f"{state}{own_name}.{_STEP}"] = torch.tensor(num_steps)
     values["args"] = argparse.Namespace(**vars(args), ckpt_format="fsdp_dtensor")
     values |= {key: common.get(key, 0) for key in _COUNTERS}
@@ -111,24 +116,23 @@ def to_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
         raise CheckpointError(
             f"{checkpoint.folder}: expected args of a run in fp32 or bf16, got fp16."
         )
-    weights, states = _by_parameter(checkpoint, _FSDP_WEIGHT, _FSDP_STATE)
-    common = _common_for_ddp(checkpoint, states, args)
+    parameters = _by_parameter(checkpoint, _FSDP)
+    counters = {keys.pop(_STEP) for keys in parameters.values() if _STEP in keys}
+    common = _common_for_ddp(checkpoint, counters, args)
     values: dict[str, Any] = {_COMMON: [common]}
-    for name, key in weights.items():
+    for name, keys in parameters.items():
+        key = keys.pop(_WEIGHT)
         weight = checkpoint.tensors[key]
         stacked, box, shape, stack = place_of(name, weight.size, args)
-        kinds = {kind: source for kind, source in states[name].items() if kind != _STEP}
         # Buffers keep their type.
         dtype = weight.properties.dtype
-        if args.bf16 and kinds:
-            kinds[_MASTER], dtype = key, torch.bfloat16
-        values.setdefault(stacked, LazyTensor(shape, dtype)).add(
-            box, checkpoint, key, whole_box(weight.size)
-        )
-        for kind, source in kinds.items():
-            values.setdefault(
-                f"optimizer.state.{kind}.{stacked}", LazyTensor(shape, torch.float32)
-            ).add(box, checkpoint, source, whole_box(weight.size))
+        if args.bf16 and keys:
+            keys[_MASTER], dtype = key, torch.bfloat16
+        states = {f"optimizer.state.{kind}.{stacked}": keys[kind] for kind in keys}
+        for target, source in {stacked: key, **states}.items():
+            tensor = LazyTensor(shape, dtype if target == stacked else torch.float32)
+            tensor = values.setdefault(target, tensor)
+            tensor.add(box, checkpoint, source, whole_box(weight.size))
         if args.transformer_impl == "local" and (match := _WITHOUT_STATE.match(stacked)):
             indices = box[0][: len(stack)]
             shard, num_shards = (".".join(map(str, n)) for n in (indices or (0,), stack or (1,)))
@@ -137,21 +141,19 @@ def to_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
 
 
 def _by_parameter(
-    checkpoint: StoredCheckpoint, weight: re.Pattern[str], state: re.Pattern[str]
-) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Return the keys of weights, and of states by kind, by the stored name of the parameter.
+    checkpoint: StoredCheckpoint, patterns: Sequence[re.Pattern[str]]
+) -> dict[str, dict[str, str]]:
+    """Return the keys of weight and states by kind, by the stored name of the parameter.
 
     Raises:
         CheckpointError: A tensor is unknown, or a parameter has no state of Muon or Adam.
     """
-    weights: dict[str, str] = {}
-    states: dict[str, dict[str, str]] = defaultdict(dict)
+    parameters: dict[str, dict[str, str]] = defaultdict(dict)
     problems = []
     for key in checkpoint.tensors:
-        if match := state.match(key):
-            states[match["name"]][match["kind"]] = key
-        elif match := weight.match(key):
-            weights[match["name"]] = key
+        match = next(filter(None, (pattern.match(key) for pattern in patterns)), None)
+        if match is not None:
+            parameters[match["name"]][match.groupdict().get("kind", _WEIGHT)] = key
         elif not key.startswith("rng_state."):
             problems.append(
                 f"{key}: expected a weight, but not of multi-token prediction, or a state of a "
@@ -159,15 +161,12 @@ def _by_parameter(
                 "optimizer for Adam."
             )
     has_muon = False
-    for name in {*weights, *states}:
-        keys = {kind: key for kind, key in states[name].items() if kind != _STEP}
-        kinds = keys.keys() - {_MASTER}
+    for name, keys in parameters.items():
+        kinds = keys.keys() - {_WEIGHT, _MASTER, _STEP}
         has_muon |= kinds == _MUON
         is_buffer = name.endswith(_BUFFERS) and not kinds
-        shapes = {
-            checkpoint.tensors[key].size for key in (weights.get(name), *keys.values()) if key
-        }
-        if name not in weights or not (is_buffer or kinds in (_MUON, _ADAM)) or len(shapes) > 1:
+        shapes = {checkpoint.tensors[key].size for kind, key in keys.items() if kind != _STEP}
+        if _WEIGHT not in keys or not (is_buffer or kinds in (_MUON, _ADAM)) or len(shapes) > 1:
             problems.append(
                 f"{name}: expected a weight with momentum_buffer of Muon, or "
                 f"{', '.join(sorted(_ADAM))} of Adam, of one shape, got "
@@ -178,7 +177,7 @@ def _by_parameter(
         problems.append(f"{checkpoint.folder}: expected momentum of Muon, got none.")
     if problems:
         raise CheckpointError(*sorted(problems), "Nothing was written.")
-    return weights, states
+    return parameters
 
 
 def _plain_args(checkpoint: StoredCheckpoint, args: object) -> argparse.Namespace:
@@ -235,7 +234,7 @@ def _nested(values: object, name: str) -> Iterator[Any]:
 
 
 def _common_for_ddp(
-    checkpoint: StoredCheckpoint, states: Mapping[str, Mapping[str, str]], args: argparse.Namespace
+    checkpoint: StoredCheckpoint, counters: Iterable[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the common values of a DDP checkpoint, settings of parameter groups included."""
     settings: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -252,19 +251,18 @@ def _common_for_ddp(
     for group in groups.values():
         chained["betas" in group, bool(group.get("is_expert_parallel"))].append(group)
     # Transformer Engine's Adam counts steps in its groups.
-    keys = {kinds[_STEP] for kinds in states.values() if _STEP in kinds}
-    counters = {float(read(checkpoint, key, whole_box(()))) for key in keys}
-    if len(counters) > 1 or not any(not is_adam for is_adam, _ in chained):
+    counts = {float(read(checkpoint, key, whole_box(()))) for key in counters}
+    if len(counts) > 1 or not any(not is_adam for is_adam, _ in chained):
         raise CheckpointError(
             f"{checkpoint.folder}: expected settings of Muon, and one step count of Adam, got "
-            f"groups of {len(chained)} optimizers and counts {sorted(counters)}. Save all "
+            f"groups of {len(chained)} optimizers and counts {sorted(counts)}. Save all "
             "parameters by one run of --optimizer muon."
         )
     optimizers: list[Any] = []
     for kind in sorted(chained):
         state: dict[str, Any] = {"param_groups": chained[kind]}
-        if kind[0] and counters:
-            state["state"] = {"common_step": torch.tensor(max(counters))}
+        if kind[0] and counts:
+            state["state"] = {"common_step": torch.tensor(max(counts))}
         optimizers.append({"optimizer": state} if args.bf16 else state)
     fsdp_flags = ("use_megatron_fsdp", "use_distributed_optimizer")
     ddp_args = {**vars(args), **dict.fromkeys(fsdp_flags, False), "ckpt_format": "torch_dist"}

@@ -6,7 +6,6 @@ transformers builds the model from its config.json, on the meta device. ``fully_
 first dimension of every parameter; the modules that it is called on change no plan.
 """
 
-import functools
 import itertools
 import math
 import os
@@ -18,14 +17,16 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 from megatron_muon.fsdp2.groups import Choice, as_groups
 from megatron_muon.fsdp2.parameters import planned_parameters
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.layout import Box, MatrixLayout, Ranks
+from megatron_muon.plan.layout import MatrixLayout, Ranks
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.rows.matrices import matrices_of
-from megatron_muon.rows.parameters import whole_box
+from megatron_muon.rows.parameters import boxes_of_placements, replicas_of
 from megatron_muon.tools.plan.simulation import Parallelism, plan_all
 from megatron_muon.tools.plan.summary import Elements, Size
 
@@ -93,31 +94,27 @@ def plan_choices(
         settings: Numbers of the plans; None for the defaults.
     """
     num_shards = parallel.dp // parallel.hsdp
-    replicas = tuple(tuple(range(i, parallel.dp, num_shards)) for i in range(num_shards))
+    ranks = torch.arange(parallel.dp).view(parallel.hsdp, num_shards)
+    # A mesh without process groups: its ranks do not run.
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
+    placements = (Replicate(), Shard(0))
+    replicas = replicas_of(mesh, placements)
     matrices: dict[tuple[Ranks, ...], list[MatrixLayout]] = defaultdict(list)
     groups = [group for group in as_groups(choices) if group["algorithm"] == "muon"]
     for parameter in planned_parameters(groups):
         shape = tuple(parameter.param.shape)
-        sharded = replace(parameter, known_boxes=_boxes(shape, replicas))
+        boxes = boxes_of_placements(mesh, placements, shape)
         # Ranks with the same number of whole experts plan their own.
         is_even = len(shape) == 3 and shape[0] % num_shards == 0
-        for domain in [(ranks,) for ranks in replicas] if is_even else [replicas]:
-            ranks = tuple(sorted(itertools.chain(*domain)))
+        for domain in [(holders,) for holders in replicas] if is_even else [replicas]:
             # Rows of this process are not asked for.
-            matrices[domain] += [matrix for matrix, _ in matrices_of(sharded, ranks, rank=-1)]
+            found = matrices_of(
+                replace(parameter, known_boxes=boxes),
+                tuple(sorted(itertools.chain(*domain))),
+                rank=-1,
+            )
+            matrices[domain] += [matrix for matrix, _ in found]
     return plan_all(parallel.dp, matrices, settings or PlanSettings())
-
-
-# Layers have parameters of the same shapes.
-@functools.lru_cache(maxsize=64)
-def _boxes(shape: tuple[int, ...], replicas: tuple[Ranks, ...]) -> dict[int, Box]:
-    """Return boxes by rank, as of ``torch.chunk``: the last ones may be smaller, or empty."""
-    size = -(-shape[0] // len(replicas))
-    boxes: dict[int, Box] = {}
-    for shard, ranks in enumerate(replicas):
-        first, last = (min(shape[0], number * size) for number in (shard, shard + 1))
-        boxes |= dict.fromkeys(ranks, ((first, last), *whole_box(shape[1:])))
-    return boxes
 
 
 def count(
