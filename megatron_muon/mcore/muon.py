@@ -46,8 +46,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
-        tensor_shards: Shard of parameters on its tensor-parallel rank, with the boxes of ranks; see
-            ``tensor_shard_of()``.
+        tensor_shards: Shard of every parameter on its tensor-parallel rank, with the boxes of
+            ranks; see ``tensor_shard_of()``.
         device: Device of the shards; None for the parameters' own. A pipeline stage may have no
             parameters.
         momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
@@ -105,8 +105,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         self.scale = scale_function(
             self.arguments["scale_mode"], self.arguments["extra_scale_factor"]
         )
+        self.tensor_shards = tensor_shards
         self.params = [param for group in self.param_groups for param in group["params"]]
-        self.tensor_shards = {param: tensor_shards[param] for param in self.params}
         self.device = device or local_tensor(self.params[0]).device
         if problems := method_problems(moment2_method, self.weight_decay_method):
             raise ValueError(f"{problems[0]} (--adaptive-muon-moment2-method).")
