@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
     _get_qkv_split_shapes,
@@ -105,12 +104,8 @@ def routing_rule(config: OptimizerConfig, *, skips_router: bool) -> dict[ParamKe
     to_scalar = {"optimizer": config.muon_scalar_optimizer}
     for override in rule.values():
         override.update(to_scalar)
-    excluded = ParamPredicate(name="asks_for_another_optimizer", fn=_is_excluded)
+    excluded = ParamPredicate("asks_for_another", lambda p: getattr(p, "use_muon", True) is False)
     rule[ParamKey(predicate=excluded)] = to_scalar
     if skips_router:
         rule[ParamKey(name="*.router.weight")] = to_scalar
     return rule
-
-
-def _is_excluded(param: torch.Tensor) -> bool:
-    return getattr(param, "use_muon", True) is False
