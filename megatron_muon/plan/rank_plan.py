@@ -256,7 +256,7 @@ class RankSchedule:
 
     Args:
         rank_plans: Part of the rank, by plan.
-        actions: Actions of the step, in order. ``local`` is one stack of local matrices, by its
+        actions: Actions of the step, in order. ``local_matrices`` is one stack, by its
             number in ``RankPlan.local``.
         offsets: Offsets of buffers in the arena, by plan: of buckets, then of local stacks.
         staging_bytes: Size of the arena.
@@ -278,7 +278,7 @@ class RankSchedule:
         offsets: list[list[BucketSizes]] = [list(buckets) for buckets in staging.plans]
         actions: list[Action] = []
         for action in actions_of(tuple(len(plan.buckets) for plan in plans)):
-            if action.kind != "local":
+            if action.kind != "local_matrices":
                 actions.append(action)
                 continue
             # Local matrices are spread evenly over the rounds and the end of the step. Rounded up:
@@ -286,6 +286,6 @@ class RankSchedule:
             slot, num_slots = action.number, len(staging.local)
             first, end = (-(-len(local) * n // num_slots) for n in (slot, slot + 1))
             for number_of_plan, number in local[first:end]:
-                actions.append(Action("local", number_of_plan, number))
+                actions.append(Action("local_matrices", number_of_plan, number))
                 offsets[number_of_plan].append(BucketSizes(0, 0, staging.local[slot], 0, 0))
         return cls(rank_plans, tuple(actions), tuple(map(tuple, offsets)), staging.num_bytes)

@@ -116,7 +116,7 @@ def _lifetimes(num_buckets: tuple[int, ...]) -> tuple[Lifetime, ...]:
         for bucket in range(end)
         for first, last in _ALIVE
     ]
-    lifetimes += ((i, i) for action, i in position.items() if action.kind == "local")
+    lifetimes += ((i, i) for action, i in position.items() if action.kind == "local_matrices")
     return tuple(lifetimes)
 
 
