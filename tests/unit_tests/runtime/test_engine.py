@@ -19,8 +19,6 @@ from helpers.device import kind
 from helpers.ranks import cached_cases, run_ranks
 from helpers.sharded_muon import build_optimizers, each_of, split_always, step_both
 
-from megatron_muon.tools.plan.rank_report import build_report
-
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 
@@ -64,6 +62,8 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
         optimizers.sharded.step()
     # Tensor-parallel ranks have a plan of their own for what they replicate.
     plans = optimizers.sharded.engine.plans
+    from megatron_muon.tools.plan.rank_report import build_report
+
     report = build_report(4, plans)
     return {
         **counted,
