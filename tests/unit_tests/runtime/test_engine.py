@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
     """Step once, counting what is handed to torch.distributed for other ranks."""
+    from megatron_muon.tools.plan.rank_report import build_report
+
     num_shards = 2 if grid else 4
     exchange = {"comm_dtype": comm_dtype, "num_buckets": 3}
     optimizers = build_optimizers(num_shards, {}, exchange, **grid)
@@ -62,8 +64,6 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
         optimizers.sharded.step()
     # Tensor-parallel ranks have a plan of their own for what they replicate.
     plans = optimizers.sharded.engine.plans
-    from megatron_muon.tools.plan.rank_report import build_report
-
     report = build_report(4, plans)
     return {
         **counted,
