@@ -12,7 +12,7 @@ kernel of ``megatron_muon.runtime.row_kernel`` reads as it is. A bucket has six 
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from megatron_muon.plan.layout import Ranks
 from megatron_muon.plan.routes import (
     Route,
     Stack,
-    routes_of_message,
-    sections_of,
+    results_of,
+    section_size,
     stack_elements,
 )
 from megatron_muon.plan.schedule import Action, actions_of
@@ -195,7 +195,7 @@ class _Builder:
         """
         rank = self._rank
         returns: _RoutesByRank = defaultdict(list)
-        received: dict[int, int] = {}
+        received: Counter[int] = Counter()
         arrivals: list[tuple[Route, _Place]] = []
         num_arrived = 0
         by_holders: dict[Ranks, list[Route]] = defaultdict(list)
@@ -203,19 +203,18 @@ class _Builder:
             if len(route.holders) > 1 or route.source != route.owner:
                 by_holders[route.holders].append(route)
         for holders, results in by_holders.items():
-            by_owner = _by_rank((route.owner, route) for route in results)
-            if rank not in (*holders, *by_owner):
+            if rank not in holders and all(route.owner != rank for route in results):
                 continue
-            section_size, messages = sections_of(holders, _elements(by_owner))
-            num_arrived += section_size * len(holders) * (rank in holders)
-            for message in messages:
-                pieces = list(routes_of_message(by_owner[message.owner], message))
-                if message.owner == rank:
-                    returns[message.holder] += pieces
-                if message.holder == rank:
-                    received[message.owner] = message.num_elements
+            size = section_size(len(holders), sum(route.num_elements for route in results))
+            num_arrived += size * len(holders) * (rank in holders)
+            for offset, piece in results_of(results, size):
+                holder = holders[offset // size]
+                if piece.owner == rank:
+                    returns[holder].append(piece)
+                if holder == rank:
+                    received[piece.owner] += piece.num_elements
                 if rank in holders:
-                    arrivals += _consecutive({rank: pieces}, message.offset)
+                    arrivals.append((piece, (0, 0, offset, piece.num_cols)))
         return returns, received, arrivals, num_arrived
 
 
@@ -238,8 +237,9 @@ def _parts(stacks: Iterable[Stack]) -> tuple[dict[tuple[int, int], tuple[int, in
     return parts, end
 
 
-def _consecutive(messages: _RoutesByRank, first: int = 0) -> Iterator[tuple[Route, _Place]]:
-    """Yield routes in the order of ranks, and their places in a message, from an element on."""
+def _consecutive(messages: _RoutesByRank) -> Iterator[tuple[Route, _Place]]:
+    """Yield routes in the order of ranks, and their places in a message."""
+    first = 0
     for _, routes in sorted(messages.items()):
         for route in routes:
             yield route, (0, 0, first, route.num_cols)
@@ -256,7 +256,7 @@ class RankSchedule:
 
     Args:
         rank_plans: Part of the rank, by plan.
-        actions: Actions of the step, in order. ``local`` is one stack of local matrices, by its
+        actions: Actions of the step, in order. ``local_matrices`` is one stack, by its
             number in ``RankPlan.local``.
         offsets: Offsets of buffers in the arena, by plan: of buckets, then of local stacks.
         staging_bytes: Size of the arena.
@@ -278,7 +278,7 @@ class RankSchedule:
         offsets: list[list[BucketSizes]] = [list(buckets) for buckets in staging.plans]
         actions: list[Action] = []
         for action in actions_of(tuple(len(plan.buckets) for plan in plans)):
-            if action.kind != "local":
+            if action.kind != "local_matrices":
                 actions.append(action)
                 continue
             # Local matrices are spread evenly over the rounds and the end of the step. Rounded up:
@@ -286,6 +286,6 @@ class RankSchedule:
             slot, num_slots = action.number, len(staging.local)
             first, end = (-(-len(local) * n // num_slots) for n in (slot, slot + 1))
             for number_of_plan, number in local[first:end]:
-                actions.append(Action("local", number_of_plan, number))
+                actions.append(Action("local_matrices", number_of_plan, number))
                 offsets[number_of_plan].append(BucketSizes(0, 0, staging.local[slot], 0, 0))
         return cls(rank_plans, tuple(actions), tuple(map(tuple, offsets)), staging.num_bytes)

@@ -23,7 +23,7 @@ import functools
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
@@ -201,66 +201,29 @@ def _by_node(holders: Ranks, ranks_per_node: int) -> dict[int, list[int]]:
     return by_node
 
 
-class ReplicaMessage(NamedTuple):
-    """Results that an owner sends to one replica of a shard.
+def section_size(num_replicas: int, num_elements: int) -> int:
+    """Return the elements of a replica's section, of all results of a bucket for one shard."""
+    multiple = _SECTION_MULTIPLE if num_replicas > 1 else 1
+    return -(-num_elements // (num_replicas * multiple)) * multiple
+
+
+def results_of(routes: Iterable[Route], size: int) -> Iterator[tuple[int, Route]]:
+    """Yield the results for one shard by section, in their order.
 
     Args:
-        owner: Rank that orthogonalized them.
-        holder: Rank that they are sent to.
-        start: First element, in the owner's results for this shard in the bucket.
-        stop: Element after the last one.
-        offset: First element in the memory of every replica, after the all-gather.
+        routes: All routes of the shard in a bucket.
+        size: Elements of a section.
+
+    Yields:
+        First element in the memory of every replica after the all-gather, and its rectangle, which
+        is in one section.
     """
-
-    owner: int
-    holder: int
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the message."""
-        return self.stop - self.start
-
-
-def sections_of(holders: Ranks, elements: Mapping[int, int]) -> tuple[int, list[ReplicaMessage]]:
-    """Divide the results of a bucket for one shard into a section per replica.
-
-    Args:
-        holders: The replicas, ascending.
-        elements: Results by owner.
-
-    Returns:
-        Elements of a section, and the messages in the order of elements: by holder, then by owner.
-        The end of the last sections may be unused.
-    """
-    section_size = sum(elements.values())
-    if len(holders) > 1:
-        multiple = len(holders) * _SECTION_MULTIPLE
-        section_size = -(-section_size // multiple) * _SECTION_MULTIPLE
-    messages = []
-    first = 0
-    for owner in sorted(elements):
-        offset, end = first, first + elements[owner]
-        while offset < end:
-            number = offset // section_size
-            stop = min(end, (number + 1) * section_size)
-            message = ReplicaMessage(owner, holders[number], offset - first, stop - first, offset)
-            messages.append(message)
-            offset = stop
-        first = end
-    return section_size, messages
-
-
-def routes_of_message(routes: Iterable[Route], message: ReplicaMessage) -> Iterator[Route]:
-    """Yield the rectangles of a message, in order.
-
-    ``routes`` are all routes from its owner to the shard in the bucket, in plan order.
-    """
-    first = 0
-    for route in routes:
-        yield from cut(
-            route, max(message.start - first, 0), min(message.stop - first, route.num_elements)
-        )
-        first += route.num_elements
+    offset = 0
+    for route in sorted(routes, key=lambda route: route.owner):
+        start = 0
+        while start < route.num_elements:
+            stop = min(route.num_elements, start + size - offset % size)
+            for piece in cut(route, start, stop):
+                yield offset, piece
+                offset += piece.num_elements
+            start = stop

@@ -4,7 +4,7 @@
 
 A step is a list of rounds, one per bucket of a plan. The round of bucket i::
 
-    local             local matrices are orthogonalized, one stack after the other
+    local_matrices    local matrices are orthogonalized, one stack after the other
     wait_for_gather   the rows of bucket i have arrived
     start_gather      the gather of bucket i + 2 is packed, and starts
     orthogonalize     rows of bucket i are copied to its stacks and orthogonalized, into new memory
@@ -41,7 +41,7 @@ DEPTH = 2
 
 
 ActionKind = Literal[
-    "local",
+    "local_matrices",
     "start_gather",
     "wait_for_gather",
     "orthogonalize",
@@ -80,7 +80,7 @@ def _actions(num_buckets: Sequence[int]) -> Iterator[Action]:
     rounds = rounds_of(num_buckets)
     for number, (plan, bucket) in enumerate(rounds):
         # Before the wait: local work fills the time of a gather.
-        yield Action("local", 0, number)
+        yield Action("local_matrices", 0, number)
         yield Action("wait_for_gather", plan, bucket)
         # Now this bucket's messages have left the memory of the next gather. It starts before
         # Newton-Schulz, which hides it.
@@ -93,7 +93,7 @@ def _actions(num_buckets: Sequence[int]) -> Iterator[Action]:
             yield Action("finish_scatter", plan, bucket - DEPTH)
         yield Action("start_scatter", plan, bucket)
     # While the last results are in flight.
-    yield Action("local", 0, len(rounds))
+    yield Action("local_matrices", 0, len(rounds))
     for plan, end in enumerate(num_buckets):
         for bucket in range(max(0, end - DEPTH), end):
             yield Action("finish_scatter", plan, bucket)

@@ -116,13 +116,20 @@ def _lifetimes(num_buckets: tuple[int, ...]) -> tuple[Lifetime, ...]:
         for bucket in range(end)
         for first, last in _ALIVE
     ]
-    lifetimes += ((i, i) for action, i in position.items() if action.kind == "local")
+    lifetimes += ((i, i) for action, i in position.items() if action.kind == "local_matrices")
     return tuple(lifetimes)
 
 
 def aligned_size(size: int) -> int:
     """Round up to the alignment of the arena."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Buffer(NamedTuple):
+    size: int
+    first: int  # action
+    last: int
+    number: int
 
 
 def _place(sizes: Sequence[int], lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
@@ -132,28 +139,25 @@ def _place(sizes: Sequence[int], lifetimes: Sequence[Lifetime]) -> tuple[list[in
     neither order is the better one for all jobs.
     """
     # A rank has a part in few buckets: most buffers are empty, and have any offset.
-    used = [(aligned_size(size), *lifetimes[i], i) for i, size in enumerate(sizes) if size]
-    orders = (
-        sorted(used, key=lambda buffer: (-buffer[0], *buffer[1:3])),
-        sorted(used, key=lambda buffer: (-buffer[0] * (buffer[2] - buffer[1] + 1), *buffer[1:3])),
-    )
-    return min((_place_in(order, len(sizes)) for order in orders), key=lambda placed: placed[1])
+    used = [_Buffer(aligned_size(n), *lifetimes[i], i) for i, n in enumerate(sizes) if n]
+    used.sort(key=lambda buffer: (-buffer.size, buffer.first, buffer.last))
+    by_area = sorted(used, key=lambda b: (-b.size * (b.last - b.first + 1), b.first, b.last))
+    placed = (_place_in(order, len(sizes)) for order in (used, by_area))
+    return min(placed, key=operator.itemgetter(1))
 
 
-def _place_in(
-    order: Sequence[tuple[int, int, int, int]], num_buffers: int
-) -> tuple[list[int], int]:
-    """Place buffers, given as size, first and last action, and index, in an order."""
+def _place_in(order: Sequence[_Buffer], num_buffers: int) -> tuple[list[int], int]:
+    """Place buffers in an order."""
     offsets, num_bytes = [0] * num_buffers, 0
-    placed: list[tuple[int, int, int, int]] = []
-    for size, first, last, index in order:
+    placed: list[tuple[int, int, _Buffer]] = []
+    for buffer in order:
         offset = 0
-        for start, stop, other_first, other_last in sorted(placed):
-            if other_first <= last and first <= other_last:
-                if offset + size <= start:
+        for start, stop, other in sorted(placed):
+            if other.first <= buffer.last and buffer.first <= other.last:
+                if offset + buffer.size <= start:
                     break
                 offset = max(offset, stop)
-        offsets[index] = offset
-        placed.append((offset, offset + size, first, last))
-        num_bytes = max(num_bytes, offset + size)
+        offsets[buffer.number] = offset
+        placed.append((offset, offset + buffer.size, buffer))
+        num_bytes = max(num_bytes, offset + buffer.size)
     return offsets, num_bytes

@@ -79,7 +79,9 @@ class Engine:
         # Raises now rather than in a step.
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         self.plans = list(plans)
-        self.handles: list[Any] = [handle for each in inputs for handle in each.handles.values()]
+        self.handles: list[Any] = [
+            handle for plan_input in inputs for handle in plan_input.handles.values()
+        ]
         self.staging_bytes = schedule.staging_bytes
         self._actions = schedule.actions
         self._device = device
@@ -88,7 +90,7 @@ class Engine:
         # The kernel that moves rows is compiled and compared now rather than in a step.
         self._tensors = Tensors(memory, rows_device or device)
         chain, num_handles = Chain(device), len(self.handles)
-        ends = itertools.accumulate((len(each.handles) for each in inputs), initial=0)
+        ends = itertools.accumulate((len(plan_input.handles) for plan_input in inputs), initial=0)
         # Handles by plan. Shards of updates of all plans come first, then shards of results.
         self._by_plan = list(itertools.starmap(slice, itertools.pairwise(ends)))
         self.runners = [
@@ -107,7 +109,7 @@ class Engine:
             for number, (plan, own) in enumerate(zip(plans, self._by_plan, strict=True))
         ]
         self._find_completed()
-        self._workspace_bytes = max((each.workspace_bytes for each in self.runners), default=0)
+        self._workspace_bytes = max((runner.workspace_bytes for runner in self.runners), default=0)
         self.reserve()
         self.release()
         # They are kept after a step: their views serve the next one if it has the same rows.

@@ -87,6 +87,7 @@ class BlockNorms:
         # Sums of this rank's rows: of updates, and with a method of gradients.
         shape = 1 if method is None else 2, len(lengths)
         self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._of_updates, self._of_gradients = self._squares[0], self._squares[-1]
 
     def bind(self, shards: Sequence[torch.Tensor]) -> None:
         """View the rows whose norms are reduced.
@@ -102,7 +103,7 @@ class BlockNorms:
     def see_gradients(self, shards: Sequence[torch.Tensor]) -> None:
         """Sum the squares of gradients, if the method needs them, before a step overwrites them."""
         if self._method is not None:
-            self._sum(self._cut(shards), self._squares[1])
+            self._sum(self._cut(shards), self._of_gradients)
 
     def _sum(self, rows: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
         """Write the sums of this rank's squares by block."""
@@ -117,7 +118,7 @@ class BlockNorms:
 
     def reduce(self) -> None:
         """Add up the squares of all ranks, and compute the norms."""
-        self._sum(self._rows, self._squares[0])
+        self._sum(self._rows, self._of_updates)
         if self._group is not None:
             dist.all_reduce(self._squares, group=self._group)
         norms = self._squares.sqrt_()

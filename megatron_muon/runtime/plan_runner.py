@@ -234,8 +234,8 @@ class PlanRunner:
 
     def writes(self, kind: str, number: int) -> list[RowMoves]:
         """Return the moves of results to shards in an action; at most one."""
-        number += len(self.plan.buckets) * (kind == "local")
-        tables = {"local": "stay", "start_scatter": "stay", "finish_scatter": "arrive"}
+        number += len(self.plan.buckets) * (kind == "local_matrices")
+        tables = {"local_matrices": "stay", "start_scatter": "stay", "finish_scatter": "arrive"}
         return [self.buckets[number].moves[tables[kind]]] if kind in tables else []
 
     def start_gather(self, number: int) -> None:
@@ -274,7 +274,7 @@ class PlanRunner:
         wait(self.in_flight.pop(("scatter", number)))
         return self._write(self.buckets[number].moves["arrive"])
 
-    def local(self, number: int) -> list[Handle]:
+    def local_matrices(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and write the results."""
         number += len(self.plan.buckets)
         self.orthogonalize(number)

@@ -89,12 +89,16 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     positions = range(len(lists[0]))
     first = 0
     for last in positions:
-        if last + 1 in positions and all(_touch(each[last], each[last + 1]) for each in lists):
+        if last + 1 in positions and all(
+            _touch(tensors[last], tensors[last + 1]) for tensors in lists
+        ):
             continue
         num_elements = sum(lists[0][number].numel() for number in range(first, last + 1))
-        for views, each in zip(joined, lists, strict=True):
+        for views, tensors in zip(joined, lists, strict=True):
             views.append(
-                each[first] if first == last else each[first].as_strided((num_elements,), (1,))
+                tensors[first]
+                if first == last
+                else tensors[first].as_strided((num_elements,), (1,))
             )
         first = last + 1
     return joined

@@ -12,8 +12,9 @@ from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixShape
+from megatron_muon.plan.routes import section_size
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
-from megatron_muon.tools.plan.sizes import SizeCounter, Traffic
+from megatron_muon.tools.plan.sizes import SizeCounter, Traffic, messages_to
 from megatron_muon.tools.plan.timeline import Round, Span, timeline
 
 
@@ -142,11 +143,11 @@ def _add_traffic(
     results = Traffic(rows.received, rows.sent)
     if plan.has_replicas:
         results = Traffic(Counter(), Counter())
-    for holders, section_size, messages in counter.scatters(results_by_shard):
-        for owner, holder, start, stop, _ in messages:
+    for holders, by_owner in results_by_shard.items():
+        for owner, holder, elements in messages_to(holders, by_owner):
             if owner != holder:
-                results.add(owner, holder, stop - start, cost.is_on_one_node((owner, holder)))
-        section_bytes = dtypes.scatter_bytes * section_size
+                results.add(owner, holder, elements, cost.is_on_one_node((owner, holder)))
+        section_bytes = dtypes.scatter_bytes * section_size(len(holders), by_owner.total())
         passed_on = section_bytes * (len(holders) - 1)
         time_ns = all_gather_ns(cost, holders, section_bytes * len(holders))
         for holder in holders:

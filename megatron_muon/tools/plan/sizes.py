@@ -14,10 +14,9 @@ from typing import NamedTuple
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Ranks
 from megatron_muon.plan.routes import (
-    ReplicaMessage,
     nearest_holder,
     routes_of,
-    sections_of,
+    section_size,
     stack_elements,
 )
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout, aligned_size
@@ -73,22 +72,16 @@ class SizeCounter:
                     results[holders][owner] += elements
         return rows, results
 
-    def scatters(self, results: Results) -> Iterator[tuple[Ranks, int, list[ReplicaMessage]]]:
-        """Yield holders, size of a section and messages of the scatters of a bucket, by shard."""
-        for holders, by_owner in results.items():
-            yield holders, *sections_of(holders, by_owner)
-
     def sizes(self, indices: Sequence[int]) -> dict[int, BucketSizes]:
         """Return the elements of the buffers of every rank for a bucket of some matrices."""
         stacks = self.plan.stacks(indices)
         rows, results = self.traffic(indices)
         sends: Counter[int] = Counter()
         receives: Counter[int] = Counter()
-        for holders, section_size, messages in self.scatters(results):
-            for message in messages:
-                sends[message.owner] += message.num_elements
+        for holders, by_owner in results.items():
+            sends.update(by_owner)
             for holder in holders:
-                receives[holder] += section_size * len(holders)
+                receives[holder] += len(holders) * section_size(len(holders), by_owner.total())
         sizes = {}
         for rank in {*stacks, *sends, *receives, *(rank for counts in rows for rank, _ in counts)}:
             sent, received = (counts[rank, True] + counts[rank, False] for counts in rows)
@@ -161,6 +154,17 @@ class SizeCounter:
                 elements[route.holders, route.owner] += route.num_elements
             self._overlaps[key] = [(*cell, count) for cell, count in elements.items()]
         return self._overlaps[key]
+
+
+def messages_to(holders: Ranks, by_owner: Counter[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield owner, holder and elements of the messages of results for one shard, in order."""
+    size, offset = section_size(len(holders), by_owner.total()), 0
+    for owner in sorted(by_owner):
+        end = offset + by_owner[owner]
+        while offset < end:
+            stop = min(end, offset - offset % size + size)
+            yield owner, holders[offset // size], stop - offset
+            offset = stop
 
 
 def fullest_bytes(plan: ExchangePlan) -> int:

@@ -56,7 +56,7 @@ def timeline(local_ns: int, rounds: Sequence[Sequence[Round]]) -> list[Span]:
         Spans in the order of the step's actions; the latest end is the end of the step.
     """
     actions = actions_of(tuple(map(len, rounds)))
-    num_local = sum(action.kind == "local" for action in actions)
+    num_local = sum(action.kind == "local_matrices" for action in actions)
     spans: list[Span] = []
     gpu = links = 0.0
     # Ends of messages, by plan and number.
@@ -75,7 +75,7 @@ def timeline(local_ns: int, rounds: Sequence[Sequence[Round]]) -> list[Span]:
                 gpu = max(gpu, gathered[key])
             case "finish_scatter":
                 gpu = max(gpu, scattered[key])
-            case "local":
+            case "local_matrices":
                 spans.append(Span("Newton-Schulz", gpu, gpu + local_ns / num_local))
                 gpu += local_ns / num_local
             case "orthogonalize":

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_muon.plan.cost import CostModel, gpu_rates
 from megatron_muon.plan.settings import CommDtypes, ExchangeSettings
-from megatron_muon.user_errors import naming_flags
 
 # Nothing but products, at 1 TFLOP/s for every shape: 1,000 operations a nanosecond.
 PRODUCTS = CostModel(tflops=1, half_rate_side=0, kernel_us=0, all_reduce_us=0, gbps=1e9)
@@ -117,8 +116,11 @@ def test_plans_share_the_staging_memory_equally(limit, expected):
     assert settings.staging_budget(2).staging_bytes == expected
 
 
+@pytest.mark.megatron
 def test_errors_name_flags_to_who_set_flags():
     """Errors name flags under Megatron, and arguments elsewhere."""
+    from megatron_muon.user_errors import naming_flags
+
     text = "^--muon-fsdp-comm-dtype: .* --muon-fp32-matmul-prec medium.$"
     with pytest.raises(ValueError, match=text), naming_flags():
         ExchangeSettings(comm_dtype="bf16").comm_dtypes(is_bf16=False)

@@ -192,7 +192,7 @@ def test_every_local_stack_has_one_turn(lists):
     built = [plan_of(matrices, staging_bytes=1) for matrices in lists]
     for rank in built[0].ranks:
         schedule = RankSchedule.build(built, rank)
-        turns = [(a.plan, a.number) for a in schedule.actions if a.kind == "local"]
+        turns = [(a.plan, a.number) for a in schedule.actions if a.kind == "local_matrices"]
         assert turns == [
             (plan, number)
             for plan, rank_plan in enumerate(schedule.rank_plans)
@@ -210,7 +210,7 @@ def test_local_matrices_are_spread_over_the_rounds_and_the_end():
     assert len(plan.buckets) == 3 and len(plan.local) == 8
     kinds = [action.kind for action in RankSchedule.build([plan], 0).actions]
     waits = [i for i, kind in enumerate(kinds) if kind == "wait_for_gather"]
-    assert [kinds[:i].count("local") for i in (*waits, len(kinds))] == [2, 4, 6, 8]
+    assert [kinds[:i].count("local_matrices") for i in (*waits, len(kinds))] == [2, 4, 6, 8]
 
 
 NUM_BUCKETS = st.integers(0, 6)
@@ -218,7 +218,9 @@ NUM_BUCKETS = st.integers(0, 6)
 
 def _of_plan(num_buckets: list[int], plan: int) -> list[tuple[str, int]]:
     """Return what a rank does for one of its plans, in order."""
-    actions = [action for action in actions_of(tuple(num_buckets)) if action.kind != "local"]
+    actions = [
+        action for action in actions_of(tuple(num_buckets)) if action.kind != "local_matrices"
+    ]
     return [(action.kind, action.number) for action in actions if action.plan == plan]
 
 
@@ -262,8 +264,11 @@ def test_local_matrices_are_due_while_a_gather_is_in_flight(num_buckets):
     """Local matrices are due before each wait for rows, and at the end."""
     kinds = [action.kind for action in actions_of(tuple(num_buckets))]
     waits = [number for number, kind in enumerate(kinds) if kind == "wait_for_gather"]
-    end = len(kinds) - 1 - kinds[::-1].index("local")
-    assert [n for n, kind in enumerate(kinds) if kind == "local"] == [*(n - 1 for n in waits), end]
+    end = len(kinds) - 1 - kinds[::-1].index("local_matrices")
+    assert [n for n, kind in enumerate(kinds) if kind == "local_matrices"] == [
+        *(n - 1 for n in waits),
+        end,
+    ]
     assert set(kinds[end + 1 :]) <= {"finish_scatter"}
 
 
@@ -303,7 +308,7 @@ def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range
     moments = []
     in_use: dict[tuple, range] = {}
     for action, plan, number in actions_of(tuple(len(each.buckets) for each in plans)):
-        if action == "local":
+        if action == "local_matrices":
             place = layout.local[number]
             moments.append([*in_use.values(), range(place, place + local_bytes)])
             continue

@@ -20,7 +20,7 @@ from megatron_muon.plan.layout import (
     rows_in_buffer,
     tile,
 )
-from megatron_muon.plan.routes import cut, nearest_holder, parts_of, sections_of
+from megatron_muon.plan.routes import cut, nearest_holder, parts_of, results_of, section_size
 
 
 @st.composite
@@ -169,32 +169,24 @@ def test_evenly_spaced_replicas_serve_equally_many_owners(num_shards, num_replic
 
 @given(
     st.integers(1, 12),
-    st.dictionaries(st.integers(0, 30), st.integers(1, 500), min_size=1),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 50)), min_size=1),
 )
-def test_replicas_have_equal_sections(num_replicas, elements):
-    """A section has a multiple of eight elements, and every result is in one of them, in order."""
-    holders = tuple(range(0, 3 * num_replicas, 3))
-    section_size, messages = sections_of(holders, elements)
-    sent: Counter[int] = Counter()
-    offset = 0
-    for message in messages:
-        assert (message.offset, message.start) == (offset, sent[message.owner])
-        assert message.holder == holders[offset // section_size]
-        assert message.holder == holders[(offset + message.num_elements - 1) // section_size]
-        sent[message.owner] += message.num_elements
-        offset += message.num_elements
-    assert sent == elements
+def test_replicas_have_equal_sections(num_replicas, results):
+    """Sections are equal multiples of eight elements, and hold every result once, in order."""
+    holders = tuple(range(num_replicas))
+    all_routes = [
+        Route(i, 0, owner, 0, holders, 0, num_rows, 0, num_cols, 0, 0)
+        for i, (owner, num_rows, num_cols) in enumerate(results)
+    ]
+    total = sum(route.num_elements for route in all_routes)
+    size = section_size(num_replicas, total)
+    offset, found = 0, []
+    for first, piece in results_of(all_routes, size):
+        assert first == offset
+        offset += piece.num_elements
+        assert first // size == (offset - 1) // size
+        found += elements_of(piece)
+    in_order = sorted(all_routes, key=lambda route: route.owner)
+    assert found == [element for route in in_order for element in elements_of(route)]
     if num_replicas > 1:
-        assert section_size % 8 == 0
-        assert section_size * num_replicas < sum(elements.values()) + 8 * num_replicas
-
-
-def test_owners_send_to_the_replica_of_their_node():
-    """Ranks of a node are consecutive: only results that do not fit go to another node."""
-    assert sections_of((1, 5), {0: 24, 3: 16, 6: 40}) == (
-        40,
-        [(0, 1, 0, 24, 0), (3, 1, 0, 16, 24), (6, 5, 0, 40, 40)],
-    )
-    # Owner, holder, first and last element, and their place.
-    _, messages = sections_of((1, 5), {0: 24, 6: 56})
-    assert messages == [(0, 1, 0, 24, 0), (6, 1, 0, 16, 24), (6, 5, 16, 56, 40)]
+        assert size % 8 == 0 and size * num_replicas < total + 8 * num_replicas

@@ -19,13 +19,13 @@ from helpers.device import kind
 from helpers.ranks import cached_cases, run_ranks
 from helpers.sharded_muon import build_optimizers, each_of, split_always, step_both
 
-from megatron_muon.tools.plan.rank_report import build_report
-
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 
 def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
     """Step once, counting what is handed to torch.distributed for other ranks."""
+    from megatron_muon.tools.plan.rank_report import build_report
+
     num_shards = 2 if grid else 4
     exchange = {"comm_dtype": comm_dtype, "num_buckets": 3}
     optimizers = build_optimizers(num_shards, {}, exchange, **grid)

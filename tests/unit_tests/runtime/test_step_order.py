@@ -67,7 +67,7 @@ def _order_of_a_step(num_buckets: int, num_replicas: int, matrices: Any) -> list
     optimizers.sharded.step()
     expected = []
     for kind, _, number in engine._actions:
-        if kind == "local":
+        if kind == "local_matrices":
             expected.append("orthogonalize local")
         else:
             calls = CALLS | WITH_REPLICAS if num_replicas > 1 else CALLS

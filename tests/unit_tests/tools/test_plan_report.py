@@ -3,6 +3,7 @@
 """Reports of a plan: what each rank does, when, and of which model."""
 
 import dataclasses
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from megatron_muon.tools.plan.rank_report import (
     stack_ns,
 )
 from megatron_muon.tools.plan.simulation import Parallelism, simulate, unit_buffer
-from megatron_muon.tools.plan.sizes import fullest_bytes
+from megatron_muon.tools.plan.sizes import fullest_bytes, messages_to
 from megatron_muon.tools.plan.summary import (
     count_layers,
     memory_under_megatron_fsdp,
@@ -120,6 +121,15 @@ def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
         newton_schulz = stack_ns(cost, 1, (550, 512)) if rank is owner else 0
         assert rank.rounds == [[Round(rows, results, newton_schulz)]]
         assert rank.step_ns >= rows + results
+
+
+def test_owners_send_to_the_replica_of_their_node():
+    """Ranks of a node are consecutive: only results that do not fit go to another node."""
+    # Owner, holder, elements.
+    messages = messages_to((1, 5), Counter({0: 24, 3: 16, 6: 40}))
+    assert list(messages) == [(0, 1, 24), (3, 1, 16), (6, 5, 40)]
+    messages = messages_to((1, 5), Counter({0: 24, 6: 56}))
+    assert list(messages) == [(0, 1, 24), (6, 1, 16), (6, 5, 40)]
 
 
 def test_links_within_a_node_are_faster():
