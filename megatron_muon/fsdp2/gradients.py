@@ -107,6 +107,10 @@ class Agreement:
         flag.
     """
 
+    _num_steps: int = 0
+    # With next_step.
+    _last: _Flags | None = None
+
     def __init__(
         self,
         holders: Mapping[GradientKey, PlannedParameter],
@@ -115,12 +119,10 @@ class Agreement:
         mode: str,
     ) -> None:
         self.holders, self._group, self._device, self._mode = holders, group, device, mode
-        self._num_steps = 0
-        self.forget()
 
     def forget(self) -> None:
         """Forget the last step: weights and state of another one have been loaded."""
-        self._last: _Flags | None = None
+        self._last = None
 
     def refuse_last(self) -> None:
         """Raise on all ranks that call it if gradients of the last step were not finite.
@@ -192,17 +194,17 @@ class Agreement:
         numbers[0].copy_(not_finite.number.add_(len(problems)))
         if dist.is_initialized():
             dist.all_reduce(numbers, group=self._group)
-        flags = _Flags(numbers, None, not_finite.explain, missing, fresh)
-        if self._mode == "next_step":
-            self._num_steps += 1
+        copied = None
+        if self._mode == "next_step" and self._device.type != "cpu":
             # Into pinned memory, which torch allocates for such copies.
-            self._last = flags._replace(numbers=numbers.to("cpu", non_blocking=True))
-            if self._device.type != "cpu":
-                copied = torch.get_device_module(self._device.type).Event()
-                copied.record()
-                self._last = self._last._replace(copied=copied)
+            numbers = numbers.to("cpu", non_blocking=True)
+            copied = torch.get_device_module(self._device.type).Event()
+            copied.record()
+        flags = _Flags(numbers, copied, not_finite.explain, missing, fresh)
+        if self._mode == "next_step":
+            self._last, self._num_steps = flags, self._num_steps + 1
             return
-        num_problems, num_unusual = numbers.tolist()
+        num_problems, num_unusual = flags.read()
         # Only now, once a rank has a problem: the usual step pays for eight bytes.
         if num_problems:
             problems += not_finite.explain()
