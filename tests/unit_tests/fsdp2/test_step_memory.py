@@ -95,11 +95,12 @@ def test_step_allocates_what_ranks_have_agreed_on(name):
 
     with fake_cuda() as recorder, mock.patch.object(Agreement, "check", agreed):
         optimizer = OPTIMIZERS[name](ON_GPU)
+        # The first one makes state.
         for _ in range(2):
             _set_grads(optimizer)
             recorder.clear()
             optimizer.step()
-        assert recorder.not_agreed_on(num_before, SMALL_BYTES) == []
+            assert recorder.not_agreed_on(num_before, SMALL_BYTES) == []
 
 
 def test_memory_returns_when_ranks_refuse_a_step(monkeypatch):

@@ -50,7 +50,6 @@ PIECES: dict[str, tuple[str, ...]] = {
         "runtime/test_two_plans.py",
         "runtime/test_engine.py",
         "runtime/test_norms.py",
-        "runtime/test_rows_in_cpu_memory.py",
         "runtime/test_engine_builder.py",
         "runtime/test_agreement.py",
     ),
