@@ -32,7 +32,7 @@ _SEPARATE_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-_INDEX = "\0"  # stands for an index in a name
+_INDEX = "{}"  # stands for an index in a name
 HALVES = ("_w", "_v")
 
 
@@ -57,11 +57,8 @@ def parts_of(
     if args.swiglu and _GATED.search(name.replace(_INDEX, "0")):
         suffixes, own_shape = HALVES, (own_shape[0] // 2, *own_shape[1:])
     for indices in itertools.product(*map(range, shape[:num_indices])):
-        indexed = name
-        for index in indices:
-            indexed = indexed.replace(_INDEX, str(index), 1)
         for suffix in suffixes:
-            yield indexed + suffix, own_shape
+            yield name.format(*indices) + suffix, own_shape
 
 
 def place_of(
