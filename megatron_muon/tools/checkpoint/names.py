@@ -63,11 +63,12 @@ def parts_of(
 
 def place_of(
     name: str, shape: tuple[int, ...], args: argparse.Namespace
-) -> tuple[str, Box, tuple[int, ...], tuple[int, ...]]:
+) -> tuple[str, Box, tuple[int, ...]]:
     """Return the place of a parameter of Megatron-FSDP in a tensor of DDP.
 
     Returns:
-        Name of the tensor, box in it, its shape, and the numbers of layers and experts in that.
+        Name of the tensor, box in it, and its shape, which begins with the numbers of layers and
+        experts.
     """
     indices, stack = list[int](), list[int]()
     stacked, starts, whole_shape = name, [0] * len(shape), shape
@@ -87,4 +88,4 @@ def place_of(
         stack.append(args.num_experts)
         stacked = f"{match[1]}.experts.{match[3]}"
     box = (*indices, *starts), (*(1 for _ in indices), *shape)
-    return stacked, box, (*stack, *whole_shape), tuple(stack)
+    return stacked, box, (*stack, *whole_shape)
