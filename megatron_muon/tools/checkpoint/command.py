@@ -53,14 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = _convert if options.command == "convert" else _verify
     try:
         with expecting(f"to {options.command} it", options.dir):
-            lines, stream, status = [run(options)], sys.stdout, 0
+            sys.stdout.write(_printable(run(options)))
     except CheckpointError as error:
-        lines, stream, status = [*error.args], sys.stderr, 1
+        sys.stderr.writelines(map(_printable, error.args))
+        return 1
+    return 0
+
+
+def _printable(line: str) -> str:
     # Keys may contain control sequences.
-    stream.writelines(
-        "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) + "\n" for line in lines
-    )
-    return status
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) + "\n"
 
 
 def _verify(options: argparse.Namespace) -> str:

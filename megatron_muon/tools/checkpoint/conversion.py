@@ -77,7 +77,7 @@ def from_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
     for name, keys in parameters.items():
         weight = keys.pop(_WEIGHT)
         for own_name, shape in parts_of(name, checkpoint.tensors[weight].size, args):
-            _, box, *_ = place_of(own_name, shape, args)
+            _, box, _ = place_of(own_name, shape, args)
             for kind, source in ({_MASTER: weight} | keys).items():
                 target = f"{state}{own_name}.{kind}"
                 if kind == _MASTER:
@@ -123,7 +123,7 @@ def to_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
     for name, keys in parameters.items():
         key = keys.pop(_WEIGHT)
         weight = checkpoint.tensors[key]
-        stacked, box, shape, stack = place_of(name, weight.size, args)
+        stacked, box, shape = place_of(name, weight.size, args)
         # Buffers keep their type.
         dtype = weight.properties.dtype
         if args.bf16 and keys:
@@ -134,8 +134,12 @@ def to_ddp(checkpoint: StoredCheckpoint) -> tuple[dict[str, Any], int]:
             tensor = values.setdefault(target, tensor)
             tensor.add(box, checkpoint, source, whole_box(weight.size))
         if args.transformer_impl == "local" and (match := _WITHOUT_STATE.match(stacked)):
-            indices = box[0][: len(stack)]
-            shard, num_shards = (".".join(map(str, n)) for n in (indices or (0,), stack or (1,)))
+            # By layer and expert.
+            num_axes = len(shape) - len(weight.size)
+            shard, num_shards = (
+                ".".join(map(str, numbers[:num_axes] or (default,)))
+                for numbers, default in ((box[0], 0), (shape, 1))
+            )
             values[f"{match[1]}._extra_state/shard_{shard}_{num_shards}"] = [None]
     return values, int(common["iteration"])
 
@@ -182,7 +186,8 @@ def _by_parameter(
 
 def _plain_args(checkpoint: StoredCheckpoint, args: object) -> argparse.Namespace:
     """Return arguments without instances of Megatron's classes, and without the format."""
-    stand_in = Inert.__qualname__.encode()
+    # In the pickle of every stand-in.
+    stand_in = Inert.__module__.encode()
     plain = {
         key: value
         for key, value in vars(args or argparse.Namespace()).items()

@@ -32,7 +32,7 @@ _SEPARATE_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-_INDEX = "\0"  # stands for an index in a name
+_INDEX = "{}"  # stands for an index in a name
 HALVES = ("_w", "_v")
 
 
@@ -57,20 +57,18 @@ def parts_of(
     if args.swiglu and _GATED.search(name.replace(_INDEX, "0")):
         suffixes, own_shape = HALVES, (own_shape[0] // 2, *own_shape[1:])
     for indices in itertools.product(*map(range, shape[:num_indices])):
-        indexed = name
-        for index in indices:
-            indexed = indexed.replace(_INDEX, str(index), 1)
         for suffix in suffixes:
-            yield indexed + suffix, own_shape
+            yield name.format(*indices) + suffix, own_shape
 
 
 def place_of(
     name: str, shape: tuple[int, ...], args: argparse.Namespace
-) -> tuple[str, Box, tuple[int, ...], tuple[int, ...]]:
+) -> tuple[str, Box, tuple[int, ...]]:
     """Return the place of a parameter of Megatron-FSDP in a tensor of DDP.
 
     Returns:
-        Name of the tensor, box in it, its shape, and the numbers of layers and experts in that.
+        Name of the tensor, box in it, and its shape, which begins with the numbers of layers and
+        experts.
     """
     indices, stack = list[int](), list[int]()
     stacked, starts, whole_shape = name, [0] * len(shape), shape
@@ -90,4 +88,4 @@ def place_of(
         stack.append(args.num_experts)
         stacked = f"{match[1]}.experts.{match[3]}"
     box = (*indices, *starts), (*(1 for _ in indices), *shape)
-    return stacked, box, (*stack, *whole_shape), tuple(stack)
+    return stacked, box, (*stack, *whole_shape)

@@ -175,18 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        parallel = Parallelism(
-            options.dp,
-            options.tp,
-            options.ep,
-            options.etp,
-            options.pp,
-            options.hsdp,
-            options.sharding,
-            options.hfsdp,
-            # Any other mode needs the whole matrix over tensor-parallel ranks.
-            options.muon_tp_mode != "blockwise",
-        )
+        names = [field.name for field in dataclasses.fields(Parallelism)]
+        parallel = Parallelism(**{name: getattr(options, name) for name in names})
         plan = _under_megatron if options.hf is None else _under_fsdp2
         plans, size, memory = plan(options, parallel)
         report = build_report(parallel.stage_size, plans)

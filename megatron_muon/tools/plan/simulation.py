@@ -52,7 +52,8 @@ class Parallelism:
         hsdp: Optimizer instances.
         sharding: Data-parallel sharding strategy.
         hfsdp: Whether optimizer states are sharded over instances too.
-        joins_tensor_ranks: Whether tensor-parallel ranks orthogonalize one joined matrix.
+        muon_tp_mode: In all modes but ``blockwise`` tensor-parallel ranks orthogonalize one joined
+            matrix.
 
     Raises:
         ValueError: Sizes that do not divide.
@@ -66,7 +67,7 @@ class Parallelism:
     hsdp: int = 1
     sharding: Sharding = "optim_grads_params"
     hfsdp: bool = False
-    joins_tensor_ranks: bool = False
+    muon_tp_mode: str = "blockwise"
 
     def __post_init__(self) -> None:
         """Check that sizes are positive and divide."""
@@ -178,7 +179,7 @@ def _matrices(
             layout: Sequence[Columns] = separate
             if parameter.partition_dim is None:
                 layout = separate if is_expert else copies
-            elif parallel.joins_tensor_ranks and parameter.head_rows is None:
+            elif parallel.muon_tp_mode != "blockwise" and parameter.head_rows is None:
                 layout = joined
             for columns in layout:
                 boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)

@@ -11,6 +11,13 @@ from megatron_muon.plan.schedule import actions_of
 
 # Colors that color-blind readers can tell apart.
 _COLORS = {"Newton-Schulz": "#0072b2", "rows to owners": "#e69f00", "results": "#009e73"}
+# What actions of a step begin, or wait for.
+_MESSAGES = {
+    "start_gather": "rows to owners",
+    "wait_for_gather": "rows to owners",
+    "start_scatter": "results",
+    "finish_scatter": "results",
+}
 _LEFT, _WIDTH, _HEIGHT = 60, 660, 40
 
 
@@ -59,29 +66,21 @@ def timeline(local_ns: int, rounds: Sequence[Sequence[Round]]) -> list[Span]:
     num_local = sum(action.kind == "local_matrices" for action in actions)
     spans: list[Span] = []
     gpu = links = 0.0
-    # Ends of messages, by plan and number.
-    gathered: dict[tuple[int, int], float] = {}
-    scattered: dict[tuple[int, int], float] = {}
+    ends: dict[tuple[str, int, int], float] = {}
     for kind, plan, number in actions:
-        key, start = (plan, number), max(gpu, links)
-        match kind:
-            case "start_gather":
-                links = gathered[key] = start + rounds[plan][number].rows
-                spans.append(Span("rows to owners", start, links))
-            case "start_scatter":
-                links = scattered[key] = start + rounds[plan][number].results
-                spans.append(Span("results", start, links))
-            case "wait_for_gather":
-                gpu = max(gpu, gathered[key])
-            case "finish_scatter":
-                gpu = max(gpu, scattered[key])
-            case "local_matrices":
-                spans.append(Span("Newton-Schulz", gpu, gpu + local_ns / num_local))
-                gpu += local_ns / num_local
-            case "orthogonalize":
-                time_ns = rounds[plan][number].newton_schulz
-                spans.append(Span("Newton-Schulz", gpu, gpu + time_ns))
-                gpu += time_ns
+        message = _MESSAGES.get(kind)
+        if message is None:
+            is_local = kind == "local_matrices"
+            time_ns = local_ns / num_local if is_local else rounds[plan][number].newton_schulz
+            spans.append(Span("Newton-Schulz", gpu, gpu + time_ns))
+            gpu += time_ns
+        elif kind.startswith("start"):
+            times, start = rounds[plan][number], max(gpu, links)
+            links = start + (times.rows if kind == "start_gather" else times.results)
+            ends[message, plan, number] = links
+            spans.append(Span(message, start, links))
+        else:
+            gpu = max(gpu, ends[message, plan, number])
     return [span for span in spans if span.end > span.start]
 
 
