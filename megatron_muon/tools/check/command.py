@@ -48,6 +48,9 @@ def _start_ranks() -> torch.device:
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, timeout=_TIMEOUT, store=store, rank=0, world_size=1)
+    # Connected ranks learn at once that a peer has ended; gloo tries for minutes to reach one that
+    # ended before.
+    dist.barrier()
     return device
 
 
