@@ -49,6 +49,14 @@ EXCHANGE = ExchangeSettings(comm_dtype="fp32", num_buckets=4)
 ON_CPU = Tensors("cpu", [(8, 64)] * 24, [], EXCHANGE)
 # The embedding has as many elements as the largest workspace of Newton-Schulz.
 ON_GPU = Tensors("cuda", [(256, 256)] * 4 + [(1024, 256)] * 2, [(8192, 1024)], ExchangeSettings())
+
+
+def _with_metrics(tensors: Tensors) -> Muon:
+    optimizer = tensors.muon(momentum_dtype=torch.bfloat16)
+    optimizer.record_metrics()
+    return optimizer
+
+
 # test_fake_cuda.py has float32.
 OPTIMIZERS: dict[str, Callable[[Tensors], torch.optim.Optimizer]] = {
     "momentum in bfloat16": lambda tensors: tensors.muon(momentum_dtype=torch.bfloat16),
@@ -59,6 +67,7 @@ OPTIMIZERS: dict[str, Callable[[Tensors], torch.optim.Optimizer]] = {
     "cautious decay": lambda tensors: tensors.muon(weight_decay_method="cautious"),
     "Lion": lambda tensors: tensors.muon_and("lion"),
     "namo": lambda tensors: tensors.muon(adaptive="namo"),
+    "metrics": _with_metrics,
 }
 # Norms of blocks and factors.
 SMALL_BYTES = 1_000
