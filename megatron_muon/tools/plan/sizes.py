@@ -19,7 +19,7 @@ from megatron_muon.plan.routes import (
     section_size,
     stack_elements,
 )
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout, aligned_size
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
 
 # Holders of a shard, position of a part among the owners, elements of the shard in the part.
 type Overlap = tuple[Ranks, int, int]
@@ -58,8 +58,6 @@ class SizeCounter:
         scatter is then the inverse of the gather.
         """
         plan = self.plan
-        if not plan.has_replicas:
-            return self._traffic_without_replicas(indices), {}
         rows = Traffic(Counter(), Counter())
         results: Results = defaultdict(Counter)
         for index in indices:
@@ -68,7 +66,7 @@ class SizeCounter:
                 source = nearest_holder(holders, owner, plan.cost)
                 if source != owner:
                     rows.add(source, owner, elements, plan.cost.is_on_one_node((source, owner)))
-                if len(holders) > 1 or source != owner:
+                if plan.has_replicas and (len(holders) > 1 or source != owner):
                     results[holders][owner] += elements
         return rows, results
 
@@ -106,43 +104,6 @@ class SizeCounter:
             for rank in set(local).union(*by_bucket)
         }
 
-    def _traffic_without_replicas(self, indices: Iterable[int]) -> Traffic:
-        """Return the traffic of rows in a bucket.
-
-        All shards of a matrix go to its owners. Matrices with equal layouts are counted together:
-        ranks times matrices are many millions.
-        """
-        sent, received = rows = Traffic(Counter(), Counter())
-        plan, node = self.plan, self.plan.cost.node
-        groups: dict[int, list[int]] = defaultdict(list)
-        for index in indices:
-            groups[id(self._overlaps_of(index))].append(index)
-        for group in groups.values():
-            elements = {
-                (source, part): number for (source,), part, number in self._overlaps_of(group[0])
-            }
-            num_owners = Counter(
-                (part, node(owner))
-                for index in group
-                for part, owner in enumerate(plan.owners[index])
-            )
-            total: Counter[int] = Counter()
-            on_node: Counter[tuple[int, int]] = Counter()
-            for (source, part), number in elements.items():
-                near = num_owners[part, node(source)]
-                sent[source, True] += number * near
-                sent[source, False] += number * (len(group) - near)
-                total[part] += number
-                on_node[part, node(source)] += number
-            for index in group:
-                for part, owner in enumerate(plan.owners[index]):
-                    # The owner's rows stay.
-                    kept, near = elements.get((owner, part), 0), on_node[part, node(owner)]
-                    sent[owner, True] -= kept
-                    received[owner, True] += near - kept
-                    received[owner, False] += total[part] - near
-        return rows
-
     def _overlaps_of(self, index: int) -> list[Overlap]:
         plan = self.plan
         matrix, num_parts = plan.matrices[index], len(plan.owners[index])
@@ -169,15 +130,6 @@ def messages_to(holders: Ranks, by_owner: Counter[int]) -> Iterator[tuple[int, i
 
 def fullest_bytes(plan: ExchangePlan) -> int:
     """Return the staging bytes of the fullest rank, as its engine allocates them."""
-    num_bytes = 0
-    # Without repetitions: most ranks stage the same.
+    # Most ranks stage the same.
     stagings = set(SizeCounter(plan).staging().values())
-    totals = [
-        (aligned_size(s.local) + sum(aligned_size(n) for bucket in s.buckets for n in bucket), s)
-        for s in stagings
-    ]
-    for total, staging in sorted(totals, key=lambda pair: -pair[0]):
-        # Ranks that need less even without sharing are not laid out.
-        if total > num_bytes:
-            num_bytes = max(num_bytes, StagingLayout.build([staging]).num_bytes)
-    return num_bytes
+    return max((StagingLayout.build([staging]).num_bytes for staging in stagings), default=0)
