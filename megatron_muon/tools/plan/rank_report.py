@@ -139,10 +139,7 @@ def _add_traffic(
     cost, dtypes = plan.cost, plan.dtypes
     rows_ns, results_ns = Counter[int](), Counter[int]()
     rows, results_by_shard = counter.traffic(bucket)
-    # The inverse of the gather without replicas.
-    results = Traffic(rows.received, rows.sent)
-    if plan.has_replicas:
-        results = Traffic(Counter(), Counter())
+    results = Traffic(Counter(), Counter())
     for holders, by_owner in results_by_shard.items():
         for owner, holder, elements in messages_to(holders, by_owner):
             if owner != holder:

@@ -54,8 +54,7 @@ class SizeCounter:
     def traffic(self, indices: Iterable[int]) -> tuple[Traffic, Results]:
         """Return the traffic of rows in a bucket, and the results by shard.
 
-        Results include an owner's own shard, for its replicas. Without replicas there are none: the
-        scatter is then the inverse of the gather.
+        Results include an owner's own shard, if it has replicas.
         """
         plan = self.plan
         rows = Traffic(Counter(), Counter())
@@ -66,7 +65,7 @@ class SizeCounter:
                 source = nearest_holder(holders, owner, plan.cost)
                 if source != owner:
                     rows.add(source, owner, elements, plan.cost.is_on_one_node((source, owner)))
-                if plan.has_replicas and (len(holders) > 1 or source != owner):
+                if len(holders) > 1 or source != owner:
                     results[holders][owner] += elements
         return rows, results
 
@@ -84,10 +83,7 @@ class SizeCounter:
         for rank in {*stacks, *sends, *receives, *(rank for counts in rows for rank, _ in counts)}:
             sent, received = (counts[rank, True] + counts[rank, False] for counts in rows)
             stacked = sum(map(stack_elements, stacks.get(rank, ())))
-            results_sent, results_received = received, sent
-            if self.plan.has_replicas:
-                results_sent, results_received = sends[rank], receives[rank]
-            sizes[rank] = BucketSizes(sent, received, stacked, results_sent, results_received)
+            sizes[rank] = BucketSizes(sent, received, stacked, sends[rank], receives[rank])
         return sizes
 
     def staging(self) -> dict[int, PlanStaging]:
