@@ -10,7 +10,6 @@ Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2
 """
 
 import functools
-import io
 import itertools
 import math
 import pickle
@@ -18,14 +17,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_muon.mcore.checkpoint_folders import METADATA, expecting
 
@@ -84,23 +78,6 @@ class StoredCheckpoint:
         for info in self.metadata.storage_data.values():
             sizes[info.relative_path] = max(sizes[info.relative_path], info.offset + info.length)
         return sizes
-
-    def read_bytes(self, index: MetadataIndex) -> bytes:
-        """Read the archive of ``torch.save`` of a chunk or object.
-
-        Raises:
-            KeyError: It is not in the table of contents.
-            OSError: It cannot be read.
-        """
-        info = self.metadata.storage_data[index]
-        with open(self.folder / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            return file.read(info.length)
-
-    def read_args(self) -> Any:
-        """Read the arguments of the run that saved it, which may run code from the file."""
-        data = self.read_bytes(MetadataIndex("args"))
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def read_checkpoint(folder: Path) -> StoredCheckpoint:
