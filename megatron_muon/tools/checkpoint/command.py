@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("verify", "read every byte and compare checksums"),
         ("convert", "write it anew for Megatron-FSDP, or for DDP"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text)
         command.add_argument("dir", type=Path, help="a --save folder, or one checkpoint in it")
         command.add_argument("--ckpt-step", type=int, help="iteration; without it, the tracker's")
     # The last one.

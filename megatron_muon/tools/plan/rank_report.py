@@ -95,14 +95,13 @@ def build_report(num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
         rounds = [*itertools.chain(*report.rounds)]
         report.newton_schulz_ns = report.local_ns + sum(times.newton_schulz for times in rounds)
         report.traffic_ns = sum(times.rows + times.results for times in rounds)
-    matrices = [matrix for plan in plans for matrix in plan.matrices]
-    owners = [owners for plan in plans for owners in plan.owners]
-    num_elements = sum(matrix.num_elements for matrix in matrices)
+    matrices = [pair for plan in plans for pair in zip(plan.matrices, plan.owners, strict=True)]
+    num_elements = sum(matrix.num_elements for matrix, _ in matrices)
     busiest_ns = max(report.newton_schulz_ns for report in ranks)
     ideal_ns = num_ns // num_ranks
     return Report(
         ranks,
-        [{"name": matrix.name, "owners": of} for matrix, of in zip(matrices, owners, strict=True)],
+        [{"name": matrix.name, "owners": owners} for matrix, owners in matrices],
         num_elements,
         num_moved / max(1, num_elements),
         busiest_ns / ideal_ns if ideal_ns else 1.0,
