@@ -157,34 +157,32 @@ class RowMoves:
         target_device = tensors[self.moves[0][4]].device
         # To the device the host need not wait: nobody writes sources before the step has ended.
         to_gpu = target_device.type == "cuda"
-        if multipliers is not None:
-            multipliers = multipliers.to(target_device)
-        for number, move in enumerate(self.moves):
-            *_, num_rows, num_cols, block = move
-            source, target = (
-                _rectangle(tensors[tensor].view(dtype), row, col, stride, (num_rows, num_cols))
-                for (tensor, row, col, stride), dtype in zip(
-                    (move[:4], move[4:8]), self._dtypes, strict=True
-                )
-            )
-            if divisors is not None:
+        sources, targets = (
+            [
+                _rectangle(tensors[move[at]].view(dtype), move[at + 1 : at + 4], move[8:10])
+                for move in self.moves
+            ]
+            for at, dtype in zip((0, 4), self._dtypes, strict=True)
+        )
+        blocks = [move[-1] for move in self.moves]
+        if divisors is not None:
+            for source, target, block in zip(sources, targets, blocks, strict=True):
                 source = source.to(target_device, non_blocking=True)
                 # A slice, as a tensor without dimensions would not decide the dtype of a quotient.
                 torch.div(source, divisors[block : block + 1], out=target)
-                continue
-            # The copy converts to float32 exactly, so factors round as in one pass.
-            target.copy_(source, non_blocking=to_gpu)
-            if multipliers is not None:
-                target.mul_(multipliers[block])
-            for factor in self._factors[number] if self._factors is not None else ():
-                if factor != 1.0:
-                    target.mul_(factor)
+            return
+        # The copy converts to float32 exactly, so factors round as in one pass.
+        torch._foreach_copy_(targets, sources, non_blocking=to_gpu)
+        if multipliers is not None:
+            torch._foreach_mul_(targets, list(multipliers[blocks].to(target_device).unbind()))
+        for factors in zip(*(self._factors or ()), strict=True):
+            if any(factor != 1.0 for factor in factors):
+                torch._foreach_mul_(targets, list(factors))
 
 
-def _rectangle(
-    tensor: torch.Tensor, row: int, col: int, row_stride: int, shape: tuple[int, int]
-) -> torch.Tensor:
+def _rectangle(tensor: torch.Tensor, place: Move, shape: Move) -> torch.Tensor:
     """View one side of a move, ``(num_rows, num_cols)``."""
+    row, col, row_stride = place
     own_stride, col_stride = tensor.stride(0), tensor.stride(-1)
     first = tensor.storage_offset() + row * own_stride + col * col_stride
     return tensor.as_strided(shape, (row_stride or own_stride, col_stride), first)

@@ -72,7 +72,13 @@ def _calls_of_many_blocks(num_layers: int = 24) -> dict[str, tuple[int, dict[str
     blocks = [[sum(rows)] for _, rows in layer] * num_layers + [[8, 4, 4]] * (num_layers + 1)
     found = {}
     for method in ("muon", "normuon", "namo"):
-        built = _build(None if method == "muon" else method, cases=cases, blocks=blocks)
+        built = _build(
+            None if method == "muon" else method,
+            cases=cases,
+            blocks=blocks,
+            # As on a GPU: CPU ranks stack nothing.
+            exchange={"cost_model": "stack_tiles=32"},
+        )
         built.set_gradients(0)
         built.sharded.step()
         built.set_gradients(1)
