@@ -181,7 +181,7 @@ def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
         assert len(list((tmp_path / "iter_0000002").glob("*.distcp"))) <= 2
 
 
-ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
+ENGINE = ("megatron_muon.runtime.exchange.AllToAll", "start", 4)
 SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
 FAULTS = [
     pytest.param(*ENGINE, die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),

@@ -74,9 +74,10 @@ def _step_muon(model: Any, chain: Any) -> list[str]:
     with pytest.raises(RuntimeError, match="expected a step of FSDPMuonChainedOptimizer"):
         muon.step()
     muon.step = chain.muon_step.step
+    own = {param for group in muon.param_groups for param in group["params"]}
     params = []
     for param, part in _matrices(model):
-        if param in muon.tensor_shards:
+        if param in own:
             whole = torch.nn.Parameter(model.whole_weights[part.name].clone())
             whole.is_qkv = getattr(param, "is_qkv", False)
             params.append((param, whole, part))
