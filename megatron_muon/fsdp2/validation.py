@@ -98,7 +98,7 @@ def _tensor_problem(parameter: PlannedParameter, device: torch.device) -> str | 
         )
     try:
         local.untyped_storage().data_ptr()
-    # A class without storage, as of quantized weights.
+    # Torch raises either for a tensor subclass without storage, such as quantized weights.
     except (NotImplementedError, RuntimeError):
         return (
             "expected a tensor with memory of its own, or one that wraps a tensor of its shape and "

@@ -48,6 +48,7 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
             numbers[bare_name(name)] = number - 1
 
     def number_in_model(layer: re.Match[str]) -> str:
+        """Return the name of a layer, with its number in the whole model."""
         return f"{layer[1]}{layer[2]}{numbers.get(layer[2] + layer[3], layer[3])}"
 
     return lambda name: _LAYER.sub(number_in_model, name, count=1)

@@ -166,6 +166,7 @@ def _replacement(patch: Patch, original: Any) -> Callable[..., Any]:
     # Tracebacks, help() and inspect.signature show the original.
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
+        """Call the function of the patch, with the original as its first argument."""
         return patch.replacement(original, *args, **kwargs)  # type: ignore[misc]
 
     return replacement

@@ -142,13 +142,16 @@ class _Builder:
         sent, num_received, returned = (sum(e.values()) for e in (*gather, scatter.sends))
 
         def in_stack(route: Route) -> _Place:
+            """Return the place of a route in the stack of its part."""
             first, num_cols = parts[route.matrix, route.block]
             return 0, 0, first + route.row * num_cols + route.col, num_cols
 
         def in_shard(route: Route) -> _Place:
+            """Return the place of a route in this rank's shard of the matrix."""
             return self._number[route.matrix], route.local_row, route.local_col, 0
 
         def moves(placed: Iterable[tuple[Route, _Place, _Place]]) -> list[Move]:
+            """Return a table of moves, from routes with their sources and targets."""
             return [
                 (*source, *to, r.num_rows, r.num_cols, self._first_block[r.matrix] + r.block)
                 for r, source, to in placed

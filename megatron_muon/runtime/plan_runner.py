@@ -263,8 +263,10 @@ class PlanRunner:
         """Pack and send results; write this rank's own ones while others are in flight."""
         bucket = self.buckets[number]
         bucket.moves["return"].run()
+        # Before this rank's own results are written: the collective runs meanwhile.
         work = bucket.scatter and bucket.scatter.start()
         if bucket.sections is not None:
+            # Replicas pass on sections that the scatter must have filled; the host does not wait.
             work = self._chain.after(work, bucket.sections.start)
         self.in_flight["scatter", number] = work
         return self._write(bucket.moves["stay"])
@@ -276,6 +278,7 @@ class PlanRunner:
 
     def local_matrices(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and write the results."""
+        # Stacks of local matrices come after the buckets, with empty messages.
         number += len(self.plan.buckets)
         self.orthogonalize(number)
         return self._write(self.buckets[number].moves["stay"])
