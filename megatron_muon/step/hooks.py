@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Additions to a step: functions of gradients, of momentum, and of results before they are applied.
 
-A step calls them in this order, and the hooks of one kind in the order of ``MatrixStep.hooks``:
-second moments, then metrics, then weight decay. So metrics see updates as a method returns them,
-without decay and learning rate.
+A step calls them in this order, and the hooks of one kind in the order of ``MatrixStep.hooks``,
+which ``MuonStep.record_metrics()`` sets: second moments, then metrics, then weight decay. So
+metrics see updates as a method returns them, without decay and learning rate.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -263,6 +263,7 @@ class MuonStep:
     def record_metrics(self, is_on: bool = True) -> None:
         """Record metrics of every step for ``last_metrics()``, by a pass over its tensors."""
         step = self._matrix_step
+        # All hooks of a step are listed here, in the order that ``hooks`` states.
         step.hooks, self._metrics = list(self._moment_hooks), None
         if is_on:
             self._metrics = MetricSums([self._planned[p] for p in step.params], step.group_index)
