@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MuonAdamW`` for trainers that call ``optimizer(model.parameters(), lr=..., ...)``.
 
-``MuonAdamW.from_model`` chooses by names and modules, which are found again: Python's garbage
+``MuonAdamW.from_model`` chooses by names and modules. Here they have to be found: Python's garbage
 collector knows all modules. The outermost one that has the parameters counts, as a part of a model
 has no names of the layers around it. Where several have them, the module counts whose
 ``parameters()`` is running, or that a generator expression runs over.
@@ -30,8 +30,8 @@ class from_parameters(MuonAdamW):
     It is for configurations that name an optimizer, by ``megatron_muon.fsdp2.from_parameters``.
     Parameters are refused if no module has them, or if it is open which module's names count.
     Frozen parameters are left out. It is a class because Hydra's ``get_class`` and the ``Trainer``
-    of transformers call nothing else so; its objects are of ``MuonAdamW``. Other arguments than
-    these are of ``MuonAdamW.from_model()``.
+    of transformers accept nothing else; calling it returns a ``MuonAdamW``. Other arguments are
+    arguments of ``MuonAdamW.from_model()``.
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. Groups are divided by

@@ -69,10 +69,10 @@ def by_holders(
 
 
 class _Flags(NamedTuple):
-    """Numbers that ranks have reduced in a step, and what this rank has added to them.
+    """Numbers that ranks have reduced in a step, and this rank's part of them.
 
     Args:
-        numbers: Of problems, and of parameters without a gradient or with fresh state.
+        numbers: Number of problems; number of parameters without a gradient or with fresh state.
         copied: Recorded once ``numbers`` are in CPU memory; None without a copy there.
         explain: Returns a sentence for each gradient that is not finite.
         missing: Parameters without a gradient.
@@ -152,8 +152,9 @@ class Agreement:
             RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
                 parameter, when a gradient is not finite, has another dtype (but bfloat16),
                 placement or shape than its parameter, or is missing, or its state is fresh, on some
-                holders of the parameter alone. With ``next_step`` and ``off`` one rank raises alone
-                what its host sees in this step, and ``next_step`` the rest of the step before.
+                holders of the parameter alone. With ``next_step`` and ``off`` a rank raises alone
+                for problems that its host sees in this step. With ``next_step`` all ranks raise for
+                the other problems of the step before.
         """
         self.refuse_last()
         if self._last is not None and self._last.read()[1]:
@@ -166,7 +167,7 @@ class Agreement:
             if grad is None:
                 if shard.numel():
                     missing.append(key)
-            # One with a problem is left out: a sparse gradient has no norm of this kind.
+            # Gradients with a problem are left out: a sparse one has no norm of this kind.
             elif problem := _problem(parameter.param, grad, is_muons=key.is_muons):
                 problems.append(f"{parameter.name}: {problem}")
             elif shard.numel():

@@ -320,7 +320,7 @@ def _splits_of(choice: Choice) -> str:
 
 
 def refuse_to_guess(groups: Sequence[Group]) -> None:
-    """Raise a ValueError for parameters whose names and shapes are not those of matrices."""
+    """Raise a ValueError for parameters that may be no matrices by name or shape."""
     for group in groups:
         for parameter in planned_parameters([group]):
             kind = name_against([parameter.name], ELEMENTWISE_NAMES)

@@ -35,7 +35,7 @@ ADVICE = (
 )
 
 
-def arranged(
+def arrange_state(
     own_groups: Sequence[Group],
     algorithms: Sequence[str],
     settings: Group,
@@ -153,7 +153,7 @@ def _problem(param: torch.Tensor, algorithm: str, current: Group, saved: Group) 
 
 
 def _traits(value: Any) -> Any:  # noqa: ANN401 - of users
-    """Return what a tensor of the state has in common with its parameter."""
+    """Return the traits that a tensor of the state must share with its parameter."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     local = local_tensor(value)
@@ -162,7 +162,7 @@ def _traits(value: Any) -> Any:  # noqa: ANN401 - of users
     return shape, getattr(value, "placements", None), local.dtype, local.device.type
 
 
-def follow_elementwise(
+def check_elementwise_state(
     algorithms: Iterable[str],
     groups: Iterable[Group],
     state: State,
@@ -197,7 +197,7 @@ def follow_elementwise(
     return problems, fresh
 
 
-def after_pre_hooks(
+def call_pre_hooks(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
     """Return a state as the hooks of its load leave it, and their errors."""

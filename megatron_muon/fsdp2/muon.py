@@ -13,9 +13,9 @@ from torch.optim.optimizer import ParamsT
 from megatron_muon.fsdp2.gradients import Agreement, by_holders, refuse_grad_scaler
 from megatron_muon.fsdp2.loading import (
     ADVICE,
-    after_pre_hooks,
-    arranged,
+    arrange_state,
     call_post_hooks,
+    call_pre_hooks,
 )
 from megatron_muon.fsdp2.parameters import Group, planned_parameters, view_parameters
 from megatron_muon.fsdp2.settings import (
@@ -219,7 +219,7 @@ class Muon(WholeMatrixMuon):
 
         Communication: a gather of objects, and a flag, over the ranks that step together.
         """
-        self._load(self, ["muon"] * len(self.param_groups), *after_pre_hooks(self, state_dict))
+        self._load(self, ["muon"] * len(self.param_groups), *call_pre_hooks(self, state_dict))
         call_post_hooks(self)
 
     def _load(
@@ -234,11 +234,11 @@ class Muon(WholeMatrixMuon):
         Args:
             optimizer: That optimizer.
             algorithms: Algorithms of its parameter groups.
-            state_dict: Its state, with its errors, of ``after_pre_hooks()``.
+            state_dict: Its state, with its errors, of ``call_pre_hooks()``.
             problems: These errors.
 
         Returns:
-            Whether a rank has loaded state; otherwise it was one of before the first step.
+            Whether a rank has loaded state; False if all have loaded one from before a first step.
         """
         step = self.muon_step
         has_state = bool(problems or state_dict.get("state", True))
@@ -253,7 +253,7 @@ class Muon(WholeMatrixMuon):
             if not problems:
                 # Without state that was removed no key would be expected.
                 step.follow_state()
-                state, groups, problems = arranged(
+                state, groups, problems = arrange_state(
                     optimizer.param_groups,
                     algorithms,
                     self._settings,

@@ -15,10 +15,10 @@ from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose, refuse_to_guess
 from megatron_muon.fsdp2.loading import (
     ADVICE,
-    after_pre_hooks,
-    arranged,
+    arrange_state,
     call_post_hooks,
-    follow_elementwise,
+    call_pre_hooks,
+    check_elementwise_state,
 )
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
@@ -236,7 +236,7 @@ class MuonAdamW(torch.optim.Optimizer):
             # A default that is there for schedules, see _elementwise().
             del param_group["momentum"]
         self.algorithms += (algorithm,)
-        # It checks their values, and adds its other keys.
+        # The optimizer of the algorithm checks values, and adds its other keys.
         self._inner.pop(algorithm, None)
         self._elementwise(algorithm)
 
@@ -256,7 +256,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 from megatron_muon.step.lion import FSDPLion
 
                 optimizer_class = FSDPLion
-            # It checks its arguments, not the keys of groups: so both are passed.
+            # Its constructor checks arguments, but no keys of groups: both are passed.
             self._inner[algorithm] = optimizer_class(groups, **self._defaults[algorithm])
         for group in groups:
             # OneCycleLR and CyclicLR set it in all groups, as it is in the defaults.
@@ -318,10 +318,10 @@ class MuonAdamW(torch.optim.Optimizer):
         others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
         problems = group_problems(self.param_groups, self.algorithms, self._settings)
-        replaced, fresh = follow_elementwise(self.algorithms, self.param_groups, self.state)
+        replaced, fresh = check_elementwise_state(self.algorithms, self.param_groups, self.state)
         problems += replaced + ([] if self._ids() == self._planned else [_CHANGED])
         muon._step_overlapped(step_others, problems, memory, fresh if self._has_stepped else ())
-        # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
+        # Muon's state appears here, with AdamW's: torch's checkpoints step where there is no state.
         if not self._has_stepped:
             self.state.update({param: values for param, values in muon.state.items() if values})
             self._has_stepped = True
@@ -352,7 +352,7 @@ class MuonAdamW(torch.optim.Optimizer):
         Communication: a flag over the ranks that step together; at first also two gathers of
             objects over the job, and the construction of ``Muon``.
         """
-        state_dict, problems = after_pre_hooks(self, state_dict)
+        state_dict, problems = call_pre_hooks(self, state_dict)
         has_state = bool(problems or state_dict.get("state", True))
         # A rank without parameters and state plans with the others.
         if self.muon is not None or any(gather_objects(has_state)):
@@ -364,7 +364,7 @@ class MuonAdamW(torch.optim.Optimizer):
         else:
             groups: list[dict[str, Any]] = []
             try:
-                _, groups, problems = arranged(
+                _, groups, problems = arrange_state(
                     self.param_groups,
                     self.algorithms,
                     self._settings,

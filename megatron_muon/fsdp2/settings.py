@@ -58,8 +58,8 @@ _RENAMED = {
 PLANNED: Group = {"split_sizes": None, "transposed": False, "flatten": False}
 _ADAMW = frozenset(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
 _COMMON = {"params", "param_names", "lr", "weight_decay"}
-# Numbers from 0 on, and their ends.
-_ENDS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0}
+# Upper bounds of numbers that are at least 0.
+_BOUNDS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0}
 # Keys that a step reads, by algorithm.
 _READ = {
     "muon": _COMMON | PLANNED.keys() | {"momentum"},
@@ -85,13 +85,13 @@ def key_problems(
     """
     problems = []
     for key, value in group.items():
-        end = _ENDS.get(key)
+        bound = _BOUNDS.get(key)
         # The host would wait for the device to compare a tensor.
         is_scalar = isinstance(value, numbers.Real | torch.Tensor) and not getattr(value, "ndim", 0)
-        if end is not None and not (is_scalar and (not is_new or 0.0 <= value < end)):
+        if bound is not None and not (is_scalar and (not is_new or 0.0 <= value < bound)):
             problems.append(
-                f"{key}: expected a number, at least 0 and less than {end}, got {value!r}. Pass "
-                "another"
+                f"{key}: expected a number, at least 0 and less than {bound}, got {value!r}. "
+                "Pass another"
             )
         is_read = key in _READ[algorithm] or (key == "momentum" and not is_new)
         if is_read or (remedy := _remedy(key, algorithm)) is None:

@@ -152,8 +152,8 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
             "expected a parameter of the model on a mesh of Megatron-FSDP, got a copy, which does "
             f"not say in which order the axes of {placements} have cut it. Pass the parameter"
         )
-    # Twice: by the shard itself, and by torch's checkpoints, which know the split factors of
-    # strided shards.
+    # Both the shard itself and torch's checkpoints, which know the split factors of strided shards,
+    # must agree with the plan.
     saved_box = box if is_known else checkpointed_box(param)
     if (shape, saved_box) != (sizes, box):
         return (

@@ -37,8 +37,8 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Standard(), Symmetric(), Gram())
 }
 
-# Backends of a choice: matrices use the cheapest, ties go to the first. Every choice has one for
-# all shapes, also for those that kernels do not support.
+# Backends of a choice: matrices use the cheapest, ties go to the first. Every choice has a backend
+# that takes all shapes, as kernels do not.
 CHOICES: dict[BackendChoice, tuple[str, ...]] = {
     "standard": (Standard.name,),
     "symmetric": (Standard.name, Symmetric.name),

@@ -128,7 +128,6 @@ class Backend(ABC):
 
         Raises:
             RuntimeError: The results differ by more than rounding.
-
         """
         import torch
 

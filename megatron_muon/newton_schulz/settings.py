@@ -153,8 +153,8 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
     again with the first.
 
     Raises:
-        ValueError: emerging-optimizers does not have the set, or it is one of a later release, such
-            as cubic5, and the steps are not all of its steps.
+        ValueError: emerging-optimizers does not have the set; or the set is of a later release,
+            such as cubic5, and has another number of steps.
     """
     # Imports torch.
     from emerging_optimizers.orthogonalized_optimizers import muon_utils

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Standard steps whose symmetric products emerging-optimizers' Triton kernel computes by half.
+"""Standard steps in which emerging-optimizers' Triton kernel makes the symmetric products.
 
-The kernel stores the other half too.
+It computes half of a product, and stores both halves.
 """
 
 import functools

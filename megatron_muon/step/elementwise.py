@@ -15,7 +15,7 @@ from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.runtime.arena import OtherBytes
 from megatron_muon.runtime.tensors import local_tensor
 
-type Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+type TensorList = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 # Methods of emerging-optimizers, and cautious.
 WeightDecayMethod = Literal["decoupled", "independent", "palm", "l2", "cautious"]
@@ -31,8 +31,8 @@ _FACTORS: Mapping[str, Callable[[float, float], float]] = {
 
 def decay_before_update(
     method: str,
-    weights: Tensors,
-    grads: Tensors,
+    weights: TensorList,
+    grads: TensorList,
     group: Mapping[str, Any],
 ) -> None:
     """Decay weights in place, or with ``l2`` their gradients; ``cautious`` decays later.
@@ -52,7 +52,7 @@ def decay_before_update(
         torch._foreach_add_(weights, weights, alpha=-_FACTORS[method](decay, group["lr"]))
 
 
-def add_cautious_decay(updates: Tensors, weights: Tensors, weight_decay: float) -> None:
+def add_cautious_decay(updates: TensorList, weights: TensorList, weight_decay: float) -> None:
     """Add the decay of weights to updates where their product is not negative.
 
     Method: cautious weight decay (https://arxiv.org/abs/2510.12402).
@@ -77,9 +77,9 @@ def add_cautious_decay(updates: Tensors, weights: Tensors, weight_decay: float) 
 
 def advance_momentum(
     group: Mapping[str, Any],
-    grads: Tensors,
-    momentum: Tensors,
-    updates: Tensors | None,
+    grads: TensorList,
+    momentum: TensorList,
+    updates: TensorList | None,
 ) -> None:
     """Average gradients into momentum, with emerging-optimizers' bits.
 
@@ -111,7 +111,7 @@ SCALE_MODES = (*get_args(MuonScaleT), *_OTHER_SCALES)
 def scale_function(mode: str, extra_factor: float) -> Scale:
     """Return a function from rows and columns to two factors.
 
-    emerging-optimizers multiplies with one after the other, and so do we: for the same bits.
+    emerging-optimizers multiplies by one after the other; so does a step, for the same bits.
     """
     upstream, factor = _OTHER_SCALES.get(mode, (mode, 1.0))
 
@@ -160,7 +160,7 @@ def elementwise_bytes(
 ) -> OtherBytes:
     """Return the memory of the next step of torch's Adam and of Lion, one after the other.
 
-    Temporaries are those of the largest group, or of the largest parameter where parameters are
+    The largest group decides about temporaries, or the largest parameter where parameters are
     stepped one by one. Fused kernels have none.
     """
     needs = [_elementwise_bytes(optimizer, device) for optimizer in optimizers]

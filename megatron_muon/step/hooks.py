@@ -12,26 +12,30 @@ from typing import Any
 
 import torch
 
-from megatron_muon.step.elementwise import Tensors, add_cautious_decay
+from megatron_muon.step.elementwise import TensorList, add_cautious_decay
 
 
 class StepHooks:
-    """Functions that a step calls; those of this base class do nothing.
+    """Functions that a step calls; in this base class they do nothing.
 
     Attributes:
-        num_copies: Tensors like the results that ``on_results()`` allocates, at most.
+        num_copies: Maximum number of tensors like a result that ``on_results()`` allocates.
     """
 
     num_copies: int = 0
 
-    def on_gradients(self, weights: Tensors, grads: Sequence[torch.Tensor | None]) -> None:
+    def on_gradients(self, weights: TensorList, grads: Sequence[torch.Tensor | None]) -> None:
         """Read weights and gradients by position, before weight decay."""
 
-    def on_momentum(self, weights: Tensors, momentum: Tensors) -> None:
+    def on_momentum(self, weights: TensorList, momentum: TensorList) -> None:
         """Read decayed weights and the new momentum by position, before the exchange."""
 
     def on_results(
-        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+        self,
+        group: Mapping[str, Any],
+        positions: Sequence[int],
+        weights: TensorList,
+        results: TensorList,
     ) -> None:
         """Change results, which are multiplied by ``lr`` and subtracted from weights next.
 
@@ -49,7 +53,11 @@ class CautiousDecay(StepHooks):
     num_copies = 1
 
     def on_results(
-        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+        self,
+        group: Mapping[str, Any],
+        positions: Sequence[int],
+        weights: TensorList,
+        results: TensorList,
     ) -> None:
         """Add decay to results."""
         add_cautious_decay(results, weights, group["weight_decay"])
@@ -80,7 +88,11 @@ class AdaMuon(StepHooks):
         self._beta2, self._eps = beta2, eps
 
     def on_results(
-        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+        self,
+        group: Mapping[str, Any],
+        positions: Sequence[int],
+        weights: TensorList,
+        results: TensorList,
     ) -> None:
         """Divide results by the root of their second moment, and scale them."""
         moments = [self._moments(position) for position in positions]

@@ -17,7 +17,7 @@ class FSDPLion(Lion):
 
     The parent compiles its update (``torch.compile``) parameter by parameter, and would trace
     uneven DTensors, whose local parts differ by rank. The update is elementwise, so local rows
-    suffice; the bits are those of the parent without compilation.
+    suffice; results have the bits of the parent without compilation.
 
     State is a DTensor per parameter, as in the parent, and in checkpoints. Parameters without
     gradient, such as empty shards, are skipped.

@@ -36,7 +36,7 @@ from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.runtime.row_moves import Rows
 from megatron_muon.runtime.tensors import join_adjacent, local_tensor
-from megatron_muon.step.elementwise import Tensors, advance_momentum, decay_before_update
+from megatron_muon.step.elementwise import TensorList, advance_momentum, decay_before_update
 from megatron_muon.step.hooks import StepHooks
 from megatron_muon.step.stored_state import MomentumStaging, tensors_in
 
@@ -92,7 +92,7 @@ def portions_of(
         yield portion
 
 
-class _Tensors(NamedTuple):
+class _StepTensors(NamedTuple):
     """Tensors of the same parameters.
 
     Args:
@@ -103,10 +103,10 @@ class _Tensors(NamedTuple):
             momentum itself.
     """
 
-    weights: Tensors
-    momentum: Tensors
-    results: Tensors
-    staged: Tensors
+    weights: TensorList
+    momentum: TensorList
+    results: TensorList
+    staged: TensorList
 
     def at(self, positions: Sequence[int]) -> Self:
         """Return the tensors of some of the parameters."""
@@ -120,8 +120,8 @@ class _Arrival(NamedTuple):
 
     group: int
     positions: list[int]
-    weights: Tensors
-    results: Tensors
+    weights: TensorList
+    results: TensorList
 
 
 class MatrixStep:
@@ -166,7 +166,8 @@ class MatrixStep:
         self._sizes = list(map(math.prod, shapes))
         is_staged = settings.momentum_dtype != torch.float32 or settings.offload_momentum
         limit = PORTION_ELEMENTS if is_staged else math.inf
-        # Group and positions of parameters that are advanced at once; groups have their order.
+        # Parameter group, and positions of parameters that are advanced together; in the order of
+        # groups.
         self._portions = [
             (group, portion)
             for group, positions in groupby(range(len(shapes)), self.group_index.__getitem__)
@@ -218,9 +219,9 @@ class MatrixStep:
     def step(
         self,
         groups: Sequence[Mapping[str, Any]],
-        weights: Tensors,
+        weights: TensorList,
         grads: Sequence[torch.Tensor | None],
-        momentum: Tensors,
+        momentum: TensorList,
         overlap_fn: Callable[[], None] | None = None,
     ) -> None:
         """Update weights and momentum; called by all ranks together.
@@ -245,7 +246,7 @@ class MatrixStep:
             for number, (group, _) in enumerate(self._portions):
                 self._advance(number, groups[group], grads)
         if self._is_in_results:
-            # Exchanged all the same, as others may have a gradient; results are dropped.
+            # They are exchanged too, as other ranks may have a gradient; their results are dropped.
             for i in without_grad:
                 results[i].copy_(momentum[i])
         if self.hooks:
@@ -270,25 +271,25 @@ class MatrixStep:
 
     def _forget(self) -> None:
         """Drop the views of the step before."""
-        self._seen = _Tensors((), (), (), ())
+        self._seen = _StepTensors((), (), (), ())
         self._addresses: list[list[int]] | None = None
         self._sources: Rows = {}
         self._targets: Rows = {}
         # Tensors of each portion, which may be joined.
-        self._tensors: list[_Tensors] = []
+        self._tensors: list[_StepTensors] = []
         # Arrivals have the same order in every step.
         self._arrivals: list[list[_Arrival]] = []
         self._num_missing = [self._num_matrices[param] for param in self.params]
 
-    def _find_views(self, *now: Tensors) -> None:
+    def _find_views(self, weights: TensorList, momentum: TensorList, results: TensorList) -> None:
         """View the rows that are exchanged, anew only where their memory has moved."""
-        # Not the tensors: their storage may have been replaced, as by an offload.
-        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in now]
+        # Addresses are compared, not tensors: storage may have been replaced, as by an offload.
+        lists = (weights, momentum, results)
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         is_moved = addresses != self._addresses
         if is_moved:
             self._forget()
-        weights, momentum, results = now
-        self._seen = _Tensors(weights, momentum, results, momentum)
+        self._seen = _StepTensors(weights, momentum, results, momentum)
         if not is_moved:
             return
         self._addresses = addresses
@@ -300,10 +301,10 @@ class MatrixStep:
                 tensors = tensors._replace(staged=self.staging.tensors[number])
             if self.settings.overwrites_gradients:
                 # Elsewhere gradients are in other memory in every step.
-                tensors = _Tensors(*join_adjacent(*tensors))
+                tensors = _StepTensors(*join_adjacent(*tensors))
             self._tensors.append(tensors)
 
-    def _rows_of(self, tensors: Tensors) -> Rows:
+    def _rows_of(self, tensors: TensorList) -> Rows:
         return {handle: handle.of(tensors[i]) for handle, i in self._position.items()}
 
     def _advance(

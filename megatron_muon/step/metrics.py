@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import gather_objects
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import Tensors
+from megatron_muon.step.elementwise import TensorList
 from megatron_muon.step.hooks import StepHooks
 
 
@@ -49,23 +49,27 @@ class MetricSums(StepHooks):
         # Name of a sum, positions, and norms of their tensors.
         self._norms: list[tuple[str, Sequence[int], torch.Tensor]] = []
 
-    def on_gradients(self, weights: Tensors, grads: Sequence[torch.Tensor | None]) -> None:
+    def on_gradients(self, weights: TensorList, grads: Sequence[torch.Tensor | None]) -> None:
         """Begin a step."""
         self._norms.clear()
         held = {i: grad for i, grad in enumerate(grads) if grad is not None}
         self._add("gradients", list(held), list(held.values()))
 
-    def on_momentum(self, weights: Tensors, momentum: Tensors) -> None:
+    def on_momentum(self, weights: TensorList, momentum: TensorList) -> None:
         """Add the norms of momentum."""
         self._add("momentum", range(len(momentum)), momentum)
 
     def on_results(
-        self, group: Mapping[str, Any], positions: Sequence[int], weights: Tensors, results: Tensors
+        self,
+        group: Mapping[str, Any],
+        positions: Sequence[int],
+        weights: TensorList,
+        results: TensorList,
     ) -> None:
         """Add the norms of updates."""
         self._add("updates", positions, results)
 
-    def _add(self, name: str, positions: Sequence[int], tensors: Tensors) -> None:
+    def _add(self, name: str, positions: Sequence[int], tensors: TensorList) -> None:
         if tensors:
             norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
             self._norms.append((name, positions, norms))

@@ -97,8 +97,7 @@ class MuonStep:
     Communication: at construction a flag and a hash over all ranks, the collectives of
         ``find_plan_inputs()`` and ``build_engine()``, then one flag. In ``step()`` the collectives
         of ``orthogonalize`` of ``engine``.
-    Memory: the state of the optimizers; while a step runs, see
-        ``MatrixStep``.
+    Memory: the state of the optimizers; while a step runs, see ``MatrixStep``.
     """
 
     _metrics: MetricSums | None = None
@@ -120,7 +119,7 @@ class MuonStep:
         self._step, self._moments = settings.step, moments
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
         if dist.is_initialized():
-            # What follows is collective, and which collectives depends on these.
+            # The collectives that follow depend on these settings.
             raise_where_ranks_differ(
                 [*settings.entries(), f"adaptive {moments.description}"],
                 dist.group.WORLD,  # type: ignore[arg-type]
@@ -177,7 +176,7 @@ class MuonStep:
         self.record_metrics(is_on=False)
         self.complete_state(self._states())
         self.removed: set[torch.Tensor] = set()
-        # Shards of the state of every parameter; and the tensors of before, if they exist.
+        # Sharding of the state by parameter, and references to its tensors in the last step.
         self._stored = [
             self._shards_of(optimizer.state[param]) for optimizer, param in self._owners
         ]
@@ -192,7 +191,7 @@ class MuonStep:
         return {param: optimizer.state.setdefault(param, {}) for optimizer, param in self._owners}
 
     def complete_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Add what is missing to a state that was created or loaded, in the dtypes of this run."""
+        """Add missing tensors to a state that was created or loaded, in the dtypes of this run."""
         own = {param: state.setdefault(param, {}) for param in self._params}
         for param, values in own.items():
             if "momentum_buffer" not in values:
@@ -238,7 +237,7 @@ class MuonStep:
             return problems
         self.removed |= removed
         if removed:
-            # Views of what was removed would keep its memory.
+            # Views of removed tensors would keep their memory.
             self._matrix_step.forget()
         self.complete_state(self._states())
         self._followed = [weakref.ref(state[key]) for state, key in places]
@@ -365,7 +364,7 @@ class MuonStep:
         if self._moments.method is not None:
             self._moments.follow(self._states())
         try:
-            with self._moments.kept(without):
+            with self._moments.preserve(without):
                 self._matrix_step.step(
                     self._groups(),
                     list(map(local_tensor, weights)),

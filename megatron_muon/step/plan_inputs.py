@@ -132,7 +132,7 @@ def find_plan_inputs(
     for key, planned in plans:
         try:
             inputs.append(_plan_input(key, planned, groups, nodes))
-        # Boxes that do not tile a matrix. Raised here, other ranks would wait.
+        # Boxes that do not tile a matrix. If this rank raised here, others would wait.
         except ValueError as error:
             errors.append(str(error))
     raise_where_any_rank_fails(errors, None, device, _ADVICE)
@@ -160,8 +160,8 @@ def _key_of(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) ->
     index: list[slice | int] = [slice(None)] * mesh.ndim
     num_matrices = shape[0]
     for axis in cutting_axes(placements, 0) if len(shape) == 3 else ():
-        # Uneven, one rank would have a matrix more than another; sharing them evens that out.
-        # Shards of later axes are uneven too.
+        # If they do not divide, one rank would have a matrix more than another, unless the ranks
+        # plan together. Shards of later axes are uneven too.
         if num_matrices % mesh.size(axis):
             break
         num_matrices //= mesh.size(axis)
@@ -210,8 +210,8 @@ def _groups(
         shared = set.intersection(*(facts[rank].groups for rank in ranks))
         if names := [name for hashed, name in shared if hashed == hash(ranks)]:
             chosen[ranks] = next(g for g in known if g.group_name == min(names))
-    # A collective of the job: called once per plan it would hang if ranks have different numbers of
-    # plans.
+    # One collective of the job for all plans: ranks may have different numbers of plans, and a call
+    # per plan would hang.
     return {**chosen, **new_groups(needed - chosen.keys())}
 
 

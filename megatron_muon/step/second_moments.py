@@ -20,7 +20,7 @@ from megatron_muon.rows.parameters import PlannedParameter, cutting_axes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.tensors import as_shard, local_tensor
-from megatron_muon.step.elementwise import Tensors
+from megatron_muon.step.elementwise import TensorList
 from megatron_muon.step.hooks import AdaMuon, StepHooks
 from megatron_muon.step.matrix_step import MatrixStep
 from megatron_muon.step.plan_inputs import PlanInputs
@@ -168,7 +168,7 @@ class SecondMoments:
         """Read a state that was loaded in place; nothing to do for views."""
 
     @contextmanager
-    def kept(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
+    def preserve(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
         """Restore the values of parameters at the end of a step, where no rank has a gradient."""
         views = [local_tensor(self._views[param]) for param in params if param in self._views]
         before = [view.clone() for view in views]
@@ -207,7 +207,7 @@ class GradientNorms(StepHooks):
     def __init__(self, params: Sequence[torch.Tensor], engine: Engine) -> None:
         self._params, self._engine = list(params), engine
 
-    def on_gradients(self, weights: Tensors, grads: Sequence[torch.Tensor | None]) -> None:
+    def on_gradients(self, weights: TensorList, grads: Sequence[torch.Tensor | None]) -> None:
         """Sum squares, before gradients are overwritten."""
         by_param = dict(zip(self._params, grads, strict=True))
         for param, grad in by_param.items():

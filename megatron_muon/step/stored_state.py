@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import Tensors
+from megatron_muon.step.elementwise import TensorList
 
 MAIN_PARAM = "main_param"
 
@@ -46,7 +46,7 @@ def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in CPU memory, pinned where it comes from a GPU; itself if it is there.
 
     Of a DTensor only the local tensor moves, as FSDP2's ``CPUOffloadPolicy`` does with parameters:
-    mesh and placements stay those of the device. Source: torch 2.15,
+    mesh and placements remain the device's. Source: torch 2.15,
     torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _from_local_no_grad.
     """
     local = local_tensor(tensor)
@@ -70,8 +70,8 @@ class MomentumStaging:
     """Float32 memory of the device for momentum that is kept in bfloat16 or in CPU memory.
 
     A step loads, averages and stores it in portions. Copies into CPU memory run on a stream of
-    their own: beside the load of the next portion, which a link can do at the same time, and the
-    last ones beside the exchange. Therefore portions use two slots in turn.
+    their own, beside the load of the next portion, as a link carries both directions at once; the
+    last copies run beside the exchange. Therefore portions use two slots in turn.
 
     Args:
         portions: Shapes of tensors by portion.
@@ -111,7 +111,7 @@ class MomentumStaging:
         ]
         self._arena.free()
         # By slot, the end of its last copy, and the memory that the copy reads.
-        self._in_flight: dict[int, tuple[torch.cuda.Event, Tensors]] = {}
+        self._in_flight: dict[int, tuple[torch.cuda.Event, TensorList]] = {}
 
     def allocate(self) -> None:
         """Allocate the memory, which stays until ``free()``.
@@ -127,12 +127,12 @@ class MomentumStaging:
         self.wait()
         self._arena.free()
 
-    def load(self, number: int, staged: Tensors, kept: Tensors) -> None:
+    def load(self, number: int, staged: TensorList, kept: TensorList) -> None:
         """Copy kept momentum of a portion into its slot."""
         self._wait_for_slot(number % self._num_slots)
         torch._foreach_copy_(staged, kept, non_blocking=True)
 
-    def store(self, number: int, staged: Tensors, kept: Tensors) -> None:
+    def store(self, number: int, staged: TensorList, kept: TensorList) -> None:
         """Copy new momentum of a portion back, rounded once."""
         if self._stream is None:
             torch._foreach_copy_(kept, staged, non_blocking=True)
