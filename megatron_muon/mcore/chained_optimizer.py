@@ -127,8 +127,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """Return the norm of all gradients, which tells if one of them is not finite."""
         norm: float | torch.Tensor = super().get_grad_norm()
         if isinstance(norm, torch.Tensor):
-            # Clipping by NaN would turn all gradients into NaN, and hide which one was. By Inf it
-            # turns those that are finite into zero.
+            # Clipping by NaN would turn all gradients into NaN, and hide which one was. Clipping by
+            # Inf turns finite gradients into zero.
             norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
         self._norm = norm
         return norm

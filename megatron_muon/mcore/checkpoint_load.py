@@ -7,7 +7,7 @@ A load::
     find_before_loading       wraps _load_base_checkpoint, which a load calls twice
         1. find_together      the same checkpoint on all ranks; its files have their lengths
         2. load_compared      random states, and group settings that the checkpoint lacks
-    rename_and_compare    names and shapes of tensors, in the second call
+    rename_and_compare        names and shapes of tensors, in the second call
     upstream                  torch.distributed.checkpoint loads into the tensors of the run
     load_state_dict           of the optimizer adopts group settings, and installs main weights
 """

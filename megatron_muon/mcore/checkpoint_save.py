@@ -29,8 +29,8 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
     """Write a checkpoint that replaces an earlier one in one step.
 
     Every save uses new file names, and becomes the checkpoint when its metadata is renamed. Then
-    the files of all others are deleted, and before it begins those in a folder without metadata,
-    which an interrupted save has left.
+    the files of all other saves are deleted. If a folder has no metadata, an interrupted save has
+    left its files, which are deleted before the next save begins.
     """
 
     _save: str

@@ -144,7 +144,7 @@ def complete_backward_passes(original: Any, self: Any) -> None:
     without a name.
 
     v2 counts gradients from zero after a forward pass alone. Of two backward passes in a row, as at
-    the end of a schedule with pipeline stages, the second one reduced nothing.
+    the end of a schedule with pipeline stages, the second one would reduce nothing.
     """
     # The root, which calls this, is the first module of a backward pass.
     for module in self.forward_order:

@@ -30,7 +30,7 @@ class MetricsLog:
     def write(self) -> None:
         """Write the metrics of the step that has just ended; called by all ranks together.
 
-        By ``muon/METRIC``, and ``muon/METRIC/GROUP`` of several parameter groups.
+        Their names are ``muon/METRIC``, or ``muon/METRIC/GROUP`` with several parameter groups.
         """
         iteration, interval, tensorboard, wandb = self._run()
         if iteration is None or iteration % interval:

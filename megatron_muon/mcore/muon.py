@@ -38,7 +38,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     ``build_muon_step()`` builds its step: the momentum of this rank's rows is updated, whole
     matrices are orthogonalized, and this rank's rows of the results are subtracted. A step equals
-    that of ``TensorParallelMuon`` on the unsharded model, because momentum, Nesterov and weight
+    a step of ``TensorParallelMuon`` on the unsharded model, because momentum, Nesterov and weight
     decay are elementwise.
 
     Parameters that every rank holds whole (``no_shard``) are stepped by this class too: the parent

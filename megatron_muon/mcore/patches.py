@@ -22,7 +22,7 @@ from megatron_muon.mcore.relied_on import RELIED_ON
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 _BRIDGE = "megatron.bridge.training"
 
-# The source lines of a target are those that its wrapper relies on: not the whole function, so that
+# The source lines of a target are the lines its wrapper relies on: not the whole function, so that
 # unrelated edits upstream refuse nothing. Order: flags, factory, gradients, stages, checkpoints.
 PATCHES: tuple[Patch, ...] = (
     Patch(

@@ -39,8 +39,8 @@ class Patch:
         source_lines: Lines that its source must contain, without indentation.
         repaired_text: Text in the target's class or module, in a later release that needs no
             repair; empty if there is no such release.
-        applies_to: ``later`` for releases that have the symbol, ``v2`` for releases with
-            Megatron-FSDP v2, ``call`` for the time of a call (``replaced()``). Those of
+        applies_to: ``later``: to releases that have the symbol; ``v2``: to releases with
+            Megatron-FSDP v2; ``call``: while a call runs (``replaced()``). Patches of
             Megatron-Bridge apply once their module is imported.
     """
 
@@ -151,7 +151,7 @@ class Patches:
     def revert(self) -> None:
         """Restore the originals.
 
-        Modules that were imported since keep the replacements, and so does who wrapped one.
+        Modules that were imported since keep the replacements, and so does code that wrapped one.
         """
         for holder, name, before, after in self._replaced:
             if inspect.getattr_static(holder, name) is after:

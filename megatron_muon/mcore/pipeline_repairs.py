@@ -172,7 +172,7 @@ def all_gather_rows(
 
     Args:
         local_rows: This rank's rows, ``(local_rows, cols)``, any dtype; ``local_rows`` may be 0.
-        rows: Rows ``(start, stop)`` by rank of the job; those that hold none may be missing.
+        rows: Rows ``(start, stop)`` by rank of the job; ranks without rows may be missing.
         group: Ranks that hold all rows together.
 
     Returns:
@@ -184,7 +184,7 @@ def all_gather_rows(
     """
     ranges = [rows.get(rank, (0, 0)) for rank in dist.get_process_group_ranks(group)]
     num_cols = local_rows.shape[1]
-    # all_gather_into_tensor needs equal sizes. What the padding holds never matters.
+    # all_gather_into_tensor needs equal sizes. The contents of the padding never matter.
     padded = local_rows.new_empty(max(stop - start for start, stop in ranges), num_cols)
     padded[: local_rows.shape[0]].copy_(local_rows)
     gathered = local_rows.new_empty(len(ranges), *padded.shape)

@@ -30,7 +30,7 @@ ACCEPTED_VERSIONS = {
 
 
 class IncompatibleMegatronError(UserError, RuntimeError):
-    """The installed packages differ from those that the patches were written for.
+    """The installed packages differ from the versions that the patches were written for.
 
     Args:
         problems: One sentence for each difference: symbol, expected, found.

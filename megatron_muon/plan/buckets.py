@@ -26,7 +26,7 @@ _MAX_BUCKETS = 16
 # The two collectives of a bucket may cost this fraction of its work. Measured on 4 CPU ranks with
 # small matrices (hidden 128): 147 ms in one bucket, 198 ms in 16.
 _MAX_OVERHEAD = 0.1
-# Buckets for lack of memory, at most.
+# Maximum number of buckets while memory is short.
 _MAX_FOR_MEMORY = 64
 
 

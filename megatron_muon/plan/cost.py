@@ -67,7 +67,7 @@ class CostModel:
     num_ns_steps: int = 5
     # Four waves of two tiles on each of 132 multiprocessors (H100, H200), as a power of two: 32
     # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. On the H200 larger stacks
-    # of 1536 and 2048 gained 10 % at most, and those of 4096 nothing (docs/gpus.md).
+    # of 1536 and 2048 gained 10 % at most, and stacks of 4096 nothing (docs/gpus.md).
     stack_tiles: int = 1024
     backends: tuple[str, ...] = ("standard",)
     coefficient_type: str = "quintic"
@@ -105,7 +105,7 @@ class CostModel:
         return dataclasses.replace(base or cls(), **changes)  # type: ignore[arg-type]
 
     def stack_size(self, num_rows: int, num_cols: int) -> int:
-        """Return the most matrices of a shape in one stack: a power of two."""
+        """Return the maximum number of matrices of a shape in a stack: a power of two."""
         num_tiles = -(-min(num_rows, num_cols) // _TILE)
         num_tiles *= num_tiles
         size = 1
@@ -143,9 +143,8 @@ class CostModel:
     ) -> int:
         """Estimate the time of a matrix on an owner, with the fastest backend.
 
-        Launches are shared by a full stack. Owners of
-        ``num_parts`` equal parts of the longer side, on one node or not, all-reduce the Gram matrix
-        of the shorter side in 2 bytes an element.
+        Launches are shared by a full stack. Owners of ``num_parts`` equal parts of the longer side,
+        on one node or not, all-reduce the Gram matrix of the shorter side in 2 bytes an element.
         """
         backend = self.backend_of(num_rows, num_cols, num_parts)
         return self._matrix_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
@@ -206,8 +205,8 @@ def _rates() -> dict[str, type[int] | type[float]]:
     }
 
 
-# Rates by compute capability. Those of A100 and B200 are CostModel's, scaled by the dense bf16 peak
-# of the datasheets (989 TFLOP/s of the H100), and not measured by this project.
+# Rates by compute capability. A100 and B200 have CostModel's rates, scaled by the dense bf16 peak
+# of the datasheets (989 TFLOP/s of the H100); this project has not measured them.
 _BY_CAPABILITY = {
     8: CostModel(tflops=270.0, gbps=300.0, gbps_between_nodes=22.5),  # A100
     9: CostModel(),  # H100, H200

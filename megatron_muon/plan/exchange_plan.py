@@ -161,8 +161,8 @@ def staging_problem(
         return None
     largest = max(plans, key=lambda plan: plan.staging_bytes)
     matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
-    # Plans share a limit equally. Buffers of several plans may leave gaps
-    # between them: a tenth is added.
+    # Plans share a limit equally. Buffers of several plans may leave gaps between them: a tenth is
+    # added.
     enough = max(needed, len(plans) * largest.staging_bytes)
     enough += enough // 10 if len(plans) > 1 else 0
     return (

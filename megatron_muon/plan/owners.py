@@ -34,8 +34,8 @@ _CAPACITY = 1.0375
 # to take five times as long.
 _LONGER_THAN_FAIR = 1.05
 _WORTH_SPLITTING = 0.9
-# It is split over more ranks than there are free ones only while the mean load is below this
-# fraction of it: other matrices then fit beside its parts. Without this rule, a step of 70B on 256
+# A matrix is split over more ranks than are free only while the mean load is below this fraction
+# of its time: other matrices then fit beside its parts. Without this rule, a step of 70B on 256
 # ranks was predicted to take 42 % longer.
 _SPARSE = 0.75
 

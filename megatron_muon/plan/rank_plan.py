@@ -68,7 +68,8 @@ class RankBucket:
         scatter: Results; with replicas also results for itself.
         num_elements: Elements of its buffers. With replicas, scatters are received in sections of
             one size, a section per replica.
-        moves: Moves by name of their table. Results *stay* without replicas; others *arrive*.
+        moves: Moves by name of their table. Results for rows of the owner itself *stay*, if there
+            are no replicas; other results *arrive*.
     """
 
     stacks: tuple[Stack, ...]

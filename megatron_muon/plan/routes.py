@@ -5,8 +5,8 @@
 One list of routes serves both directions: the scatter sends back the rectangles of the gather, so
 the two cannot disagree.
 
-Results go from an owner to one replica of a shard, and from there to the others. One
-shard with two replicas, on ranks 0 and 4, and the results of three owners::
+Results go from an owner to one replica of a shard, and from there to the others. One shard with two
+replicas, on ranks 0 and 4, and the results of three owners::
 
               owners 0, 1, 5           scatter                    all-gather
 
@@ -135,7 +135,7 @@ def routes_of(
         list(parts_of(index, block, shape, owners)) for block, shape in enumerate(matrix.blocks)
     ]
     for region in matrix.regions:
-        # Checked before routes are made: of thousands of holders a rank is one.
+        # Checked before routes are made: a rank may be one of thousands of holders.
         if holder is not None and holder not in region.holders:
             continue
         # Parts tile the block, so these rectangles tile the region.
@@ -208,15 +208,15 @@ def section_size(num_replicas: int, num_elements: int) -> int:
 
 
 def results_of(routes: Iterable[Route], size: int) -> Iterator[tuple[int, Route]]:
-    """Yield the results for one shard by section, in their order.
+    """Yield the results for one shard in the order of owners, cut at the ends of sections.
 
     Args:
         routes: All routes of the shard in a bucket.
         size: Elements of a section.
 
     Yields:
-        First element in the memory of every replica after the all-gather, and its rectangle, which
-        is in one section.
+        Position of a rectangle in the memory of every replica after the all-gather, and the
+        rectangle, which is in one section.
     """
     offset = 0
     for route in sorted(routes, key=lambda route: route.owner):

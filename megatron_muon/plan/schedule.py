@@ -24,8 +24,8 @@ deadlocks:
 - Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns the
   earlier plan comes first, and ranks have their plans in one order.
 
-A rank waits only for collectives of an earlier turn of the same plan, or of the same turn, whose
-order is one on all ranks; the same holds for actions before an all-gather. Owners of a split
+A rank waits only for collectives of an earlier turn of the same plan, or of the same turn, in which
+all ranks have one order; the same holds for actions before an all-gather. Owners of a split
 matrix, and on gloo replicas, wait for each other in the same turn. The rank that is furthest behind
 therefore waits only for collectives that every rank has launched.
 """

@@ -134,8 +134,7 @@ def _without_last_axis(mesh: Any) -> DeviceMesh:  # noqa: ANN401 - gets an attri
 def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
     """Return the mesh of a parameter with tensor parallelism as its last axis.
 
-    None if version 1 has no such axis, and for experts: tensor parallelism never replicates
-    them.
+    None if version 1 has no such axis, and for experts: tensor parallelism never replicates them.
     """
     if is_tensor_sharded(param):
         mesh: DeviceMesh = param.device_mesh
@@ -175,7 +174,7 @@ def own_rows(param: DTensor) -> Range:
 def shard_group(param: DTensor) -> dist.ProcessGroup | None:
     """Return the process group that shards the buffer of a parameter, or None.
 
-    With version 2 on a mesh of one axis.
+    With version 2 the mesh must have one axis.
     """
     mesh, placements = tensor_shard_layout(param)
     if not any(placement.is_shard() for placement in placements):

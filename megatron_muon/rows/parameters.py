@@ -62,7 +62,7 @@ def boxes_of_placements(
         box = [(0, size) for size in shape]
         for dim, axis in cuts:
             (start, stop), index = box[dim], coordinate[axis]
-            # As torch.chunk: all parts but the last have the same size, and last ones may be empty.
+            # As torch.chunk does: shards have one size until the rows end; the last may be empty.
             size = -(-(stop - start) // mesh.size(axis))
             box[dim] = (min(stop, start + index * size), min(stop, start + (index + 1) * size))
         boxes[rank] = tuple(box)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Run a plan: torch.distributed, no megatron. The words are those of ``megatron_muon.plan``.
+"""Run a plan: torch.distributed, no megatron. ``megatron_muon.plan`` defines the terms.
 
 Files, each importing only those above it::
 

@@ -223,7 +223,7 @@ def num_ranks_on_node() -> int:
 def ranks_per_node(sizes: Sequence[int]) -> int | None:
     """Return one number for all nodes; None where the launcher did not say on all of them.
 
-    If nodes have different numbers of ranks, it is their greatest common divisor: ranks that then
-    count as on one node are, and some that are do not.
+    If nodes have different numbers of ranks, it is their greatest common divisor: ranks that count
+    as neighbors then are on one node, though a node may count as several.
     """
     return math.gcd(*sizes) if min(sizes) > 0 else None

@@ -25,7 +25,7 @@ def allocating(num_bytes: int, device: torch.device, purpose: str) -> Iterator[N
     """
     try:
         yield
-    # A GPU raises torch.OutOfMemoryError, which is one of these; a CPU nothing more special.
+    # A GPU raises torch.OutOfMemoryError, a subclass; a CPU raises a plain RuntimeError.
     except RuntimeError as error:
         # After another error a GPU may not answer how much memory is free.
         if not is_out_of_memory(error):
@@ -53,7 +53,7 @@ class Arena:
     They may be used between ``allocate()`` and ``free()``. Between steps the memory belongs to the
     allocator, and a forward pass can use it.
 
-    Freeing by the size of the storage is what FSDP2 does with its all-gathered parameters.
+    FSDP2 frees its all-gathered parameters in the same way, by the size of the storage.
     Source: torch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
 
     Args:

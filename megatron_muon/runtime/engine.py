@@ -177,7 +177,7 @@ class Engine:
         Raises:
             Exception: First error of a kernel: wrong results for a shape, or its own error.
 
-        Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
+        Memory: one stack, and twice the workspace of Newton-Schulz for it, until it returns.
         """
         for runner in self.runners:
             runner.check_kernels()
@@ -246,7 +246,7 @@ class Engine:
             runner.norms.see_gradients(shards[own])
 
     def forget(self) -> None:
-        """Drop the rows of the last step, which are memory of the caller's."""
+        """Drop the rows of the last step, whose memory is the caller's."""
         self._updates = self._results = None
         self._tensors.bind(())
         for runner in self.runners:

@@ -73,9 +73,9 @@ def build_engine(
         and for every number of buckets that is tried an all-reduce of 8 bytes;
         a list of ranks as objects, and a new process group for each set of ranks that splits a
         matrix, in which one element is all-reduced. Per plan a collective sends one element to
-        each rank that it will send to, and one gathers one from each replica. Another backend of
-        Newton-Schulz than ``standard`` needs one flag more, or lists of names; a limit of staging
-        memory one flag more.
+        each rank that it will send to, and one gathers an element from each replica. Another
+        backend of Newton-Schulz than ``standard`` needs one flag more, or lists of names; a limit
+        of staging memory one flag more.
     """
     resolved = _resolve([each.domain for each in inputs], newton_schulz, settings, device)
     plans = _plan(inputs, resolved, max_num_plans or len(inputs), device)
@@ -178,8 +178,8 @@ def _rates(device: torch.device) -> CostModel:
     """Return the rates of a device."""
     if device.type == "cuda":
         return gpu_rates(torch.cuda.get_device_capability(device)[0])
-    # The kernel that multiplies a stack on a CPU, and so the last bits, depend on its size: on what
-    # else a rank owns. Its stacks are single matrices.
+    # On a CPU the kernel of a product, and so its last bits, depend on the size of a stack: on the
+    # other matrices of a rank. Therefore its stacks are single matrices.
     return CostModel(stack_tiles=1)
 
 
@@ -220,7 +220,7 @@ def _plan(
         domain = plan_input.domain
         loads_ns = _loads_before(domain, load_ns, device)
         # Costs decide the sizes of stacks and which replica is the nearest. Ranks plan together:
-        # they compare what they plan from, and then the plans.
+        # they compare the inputs of the plan, and then the plans.
         entries = [str(settings), *layout_entries(plan_input.matrices)]
         found = _differences(entries, domain, device)
         if not found:

@@ -15,8 +15,8 @@ class AllToAll(NamedTuple):
 
     Args:
         group: Ranks that exchange.
-        sends: Flat memory of what is sent, by receiver in the order of the group.
-        receives: The same for what is received, by sender.
+        sends: Flat memory of sent elements, by receiver in the order of the group.
+        receives: Flat memory of received elements, by sender in the same order.
         send_sizes: Elements by receiver.
         receive_sizes: Elements by sender.
     """
@@ -28,11 +28,11 @@ class AllToAll(NamedTuple):
     receive_sizes: list[int]
 
     def start(self) -> dist.Work | None:
-        """Launch it, and return what to wait for before reading what is received.
+        """Launch it, and return a handle to wait for before received elements are read.
 
         Communication: one ``all_to_all_single`` with one message per peer.
         """
-        # Over NCCL this runs on the group's own stream, after what this stream has packed.
+        # Over NCCL this runs on the group's own stream, after this stream has packed messages.
         # wait() makes the current stream wait; the host does not.
         return dist.all_to_all_single(
             self.receives,
@@ -137,8 +137,8 @@ class Chain:
         """
         stream: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:
-            # A collective starts after what its stream has done. What the step has done with the
-            # memory must come before it too, even if there is nothing to wait for.
+            # A collective starts after earlier work of the stream that launches it. Earlier work
+            # of the step on the memory must come before it too, even if ``work`` is None.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             stream = torch.cuda.stream(self._stream)
         with stream:

@@ -19,7 +19,7 @@ class Moments:
         matrices: Of the plan, equal on all ranks.
         shape_of: Shape of a block's state, by its rows and columns.
         group: Ranks of the plan; None for a rank alone.
-        device: Where they are.
+        device: Device of the values.
         by_owner: Whether only the owner of a block updates its values.
 
     Attributes:
@@ -46,7 +46,7 @@ class Moments:
         end = 0
         for index, matrix in enumerate(matrices):
             shapes = [shape_of(*block) for block in matrix.blocks]
-            # Columns last: they are one piece then.
+            # Blocks with a value per column come last: these values are contiguous then.
             for block in sorted(range(len(shapes)), key=lambda i: shapes[i][0] < shapes[i][1]):
                 self._first[index, block] = end
                 end += math.prod(shapes[block])
@@ -94,7 +94,7 @@ class Moments:
         """Replace the values by a reduction over the ranks of the plan; collective.
 
         Args:
-            values: ``(num_values,)`` float32 of this rank, zeros for those that it does not have.
+            values: ``(num_values,)`` float32 of this rank, zeros for values that it lacks.
             operation: Reduction.
 
         Communication: one all-reduce of 4 bytes a value.

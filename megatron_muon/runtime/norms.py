@@ -57,8 +57,8 @@ class BlockNorms:
     ) -> None:
         self._group, self._device, rank = group, device, own_rank()
         self._method, self._moments = method, moments
-        # Pieces of this rank's rows, block by block; squares of one are summed at once: number of
-        # the shard, first local row, number of rows.
+        # Pieces of this rank's rows, block by block: number of the shard, first local row, number
+        # of rows. The squares of a piece are summed at once.
         self._pieces: list[tuple[int, int, int]] = []
         lengths: list[int] = []
         num_held = 0

@@ -42,8 +42,8 @@ class Tensors:
     Attributes:
         by_number: The tensors; shards follow the memory.
         device: Device of messages and stacks.
-        rows_device: See above.
-        by_kernel: See above.
+        rows_device: Device of shards.
+        by_kernel: Whether the kernel moves rows.
         table: Address, row stride and column stride by number, int64 on the device.
     """
 
@@ -129,7 +129,7 @@ class RowMoves:
         self.completed: list[Handle] = []
         self._dtypes, self._tensors = (source.dtype, target.dtype), tensors
         self._factors = None if factors is None else [factors[move[-1]] for move in moves]
-        # The kernel moves rows within one device. Shards have other numbers than 0.
+        # The kernel moves rows within one device. Shards, with numbers above 0, may be elsewhere.
         is_here = tensors.rows_device == tensors.device or not any(moves[0][0:8:4] if moves else ())
         if moves and is_here and tensors.by_kernel:
             self._table = _kernel().build_table(
@@ -217,7 +217,7 @@ def difference_from_torch(device: torch.device) -> str | None:
     """Compare the kernel with torch's own functions, which also compiles it.
 
     Returns:
-        What differs, or the error of the compiler; None where all bits are equal.
+        A difference, or the error of the compiler; None where all bits are equal.
     """
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(96, 100, generator=generator) * torch.logspace(-30, 30, 100)

@@ -34,9 +34,9 @@ class StackTask:
 
     def run(self) -> None:
         """Replace the matrices by their results."""
-        # One stack after the other: results of all would need as much memory again. The
-        # copy also makes results of tall matrices contiguous, which are transposed views.
-        # In the dtype in which rows are sent: results may need a wider one.
+        # Stacks run one after the other: results of all would need as much memory again. The copy
+        # makes results of tall matrices, which are transposed views, contiguous. The input has the
+        # dtype in which rows were sent; results may need a wider one.
         rows = self.tensor.bfloat16() if self.args.is_normalized else self.tensor
         function = self.args.settings.function
         if function is None:

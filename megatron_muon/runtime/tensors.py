@@ -24,7 +24,7 @@ def as_shard(
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of this rank, without a view of their own; a plain tensor itself.
+    """Return the local tensor of a DTensor, itself rather than a view; a plain tensor as it is.
 
     ``DTensor.to_local`` makes a view, and passes through autograd and the dispatcher to do so.
     """
@@ -43,7 +43,7 @@ def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
     FSDP2 gathers such parameters in another form: torchao's float8 weights wrap a tensor of high
     precision. Updates of that tensor are updates of the parameter.
     """
-    # Those of collectives may be in flight.
+    # Tensors of collectives may be in flight.
     if not is_traceable_wrapper_subclass(tensor) or isinstance(tensor, AsyncCollectiveTensor):
         return tensor
     names, _ = tensor.__tensor_flatten__()
@@ -74,16 +74,16 @@ def are_same(references: Sequence[weakref.ref[torch.Tensor]], tensors: Sequence[
 def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Join consecutive tensors that are adjacent in memory, in every one of several lists.
 
-    Megatron-FSDP keeps the weights and gradients of a unit in one buffer each: what is computed
-    element by element needs one call a buffer, and the host does not handle every parameter.
+    Megatron-FSDP keeps the weights of a unit in one buffer, and its gradients in another: an
+    elementwise operation then needs one call a buffer, rather than one a parameter.
 
     Args:
-        *lists: Contiguous tensors of one dtype a list; those at one position have equally many
-            elements, and none is empty.
+        *lists: Lists of contiguous tensors, of one dtype a list. Tensors at one position have
+            equally many elements, and none is empty.
 
     Returns:
-        As many lists, in the same order: one-dimensional views of several tensors, and tensors that
-        are adjacent to no other as they are.
+        As many lists, in the same order: one-dimensional views of adjacent tensors, and the other
+        tensors as they are.
     """
     joined: list[list[torch.Tensor]] = [[] for _ in lists]
     positions = range(len(lists[0]))
@@ -116,7 +116,7 @@ class NotFinite(NamedTuple):
 
     Args:
         number: How many there are, an integer scalar on the device.
-        explain: Returns a sentence for every one of them; the host reads then.
+        explain: Returns a sentence for every such gradient; the host reads then.
     """
 
     number: torch.Tensor
