@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What loads by Megatron's flags, and what is refused before anything is overwritten."""
+"""Loads by Megatron's flags, and refusals before anything is overwritten."""
 
 import functools
 import json

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizers for FSDP2 refuse: by name, with what to do, and on all ranks together."""
+"""Refusals of the optimizers for FSDP2: by name, with a remedy, and on all ranks together."""
 
 import copy
 import pickle
@@ -380,5 +380,5 @@ def _refuse() -> None:
 
 @pytest.mark.ranks
 def test_what_cannot_work_is_refused_on_all_ranks():
-    """What one rank refuses all ranks refuse, so that nobody hangs."""
+    """All ranks refuse a setting that one rank refuses, so that no rank hangs."""
     run_ranks(2, _refuse, timeout_s=120.0).check()

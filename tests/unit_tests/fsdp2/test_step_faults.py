@@ -338,7 +338,7 @@ def test_sparse_gradient_is_refused_with_its_remedy():
 
 
 def test_parameters_without_names_are_not_mixed_up():
-    """A missing gradient of one parameter 0 does not count for that of another group."""
+    """A missing gradient counts for its own parameter alone where two have the name parameter 0."""
     model = small_model()
     first, second, vector = model.up.weight, model.down.weight, model.norm.weight
     optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])

@@ -217,7 +217,7 @@ def test_rank_without_memory_stops_all_ranks_before_the_step(name):
 
 
 def test_step_of_the_core_takes_its_memory_itself():
-    """A step of the core that nobody reserved memory for reserves it."""
+    """A step of the core allocates its memory itself if ``reserve()`` was not called."""
     asked, direct = ON_CPU.muon(), ON_CPU.muon()
     params, others = (each.param_groups[0]["params"] for each in (asked, direct))
     for param, other in zip(params, others, strict=True):

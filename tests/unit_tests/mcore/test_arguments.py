@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines: what is accepted, and each refusal with its message and exit code."""
+"""Command lines: accepted ones, and each refusal with its message and exit code."""
 
 import argparse
 import contextlib

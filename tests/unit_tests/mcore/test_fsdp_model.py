@@ -297,7 +297,7 @@ def test_shards_have_attributes_of_megatron_and_gradients_in_fp32(name):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_are_those_of_the_document(layout):
-    """The collectives of a step are those of docs/communication.md."""
+    """A step makes the collectives of docs/communication.md."""
     world_size, sharding, _, num_norm_ranks, num_replicas = LAYOUTS[layout]
     for construction, step, num_buckets, num_blocks in results(world_size)[f"collectives {layout}"]:
         assert num_buckets > 0

@@ -62,7 +62,7 @@ def test_norm_covers_shards_that_differ_between_instances():
 
 
 def check_is_that_of_v1(world_size: int, *flags: str) -> list[float]:
-    """Compare losses with those of version 1, and return them."""
+    """Compare losses with version 1's, and return them."""
     num_microbatches = 2 if PP[0] in flags else 1
     found = train(world_size, v2_toy_gpt(*HIGH, *flags), num_microbatches).losses
     expected = train(world_size, fsdp_toy_gpt(ZERO[3], *HIGH, *flags), num_microbatches).losses
@@ -147,7 +147,7 @@ def test_unused_parameter_is_named_in_the_first_backward_pass(optimizer):
     ],
 )
 def test_what_the_wrapper_of_v2_refuses_stays_refused(world_size, flags, message):
-    """What the wrapper of version 2 refuses stays refused, in its words or those of version 1."""
+    """Refusals of the wrapper of version 2 stay, in its own words or version 1's."""
     run = launch(world_size, v2_toy_gpt(*flags))
     assert all(run.exit_codes) and run.history == []
     assert any(message in output for output in run.outputs)
@@ -206,7 +206,7 @@ def test_checkpoint_loads_in_the_other_version_on_other_ranks(before, after, num
 
 
 def test_weights_load_without_optimizer_state(tmp_path):
-    """Weights that load without state are those of the next forward pass, also in bf16."""
+    """The next forward pass computes with weights that load without state, also in bf16."""
     flags = v2_toy_gpt(*BF16, *SCHEDULE)
     first = launch(2, [*flags, "--no-save-optim", "--save", str(tmp_path)]).check()
     load = ("--load", str(tmp_path), "--ckpt-step", str(SAVED_AT), "--no-load-optim")

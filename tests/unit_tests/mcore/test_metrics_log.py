@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of Muon's steps beside those of Megatron's trainer."""
+"""Metrics of Muon's steps in the log of Megatron's trainer."""
 
 import pytest
 from helpers.ranks import launch

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon, its adaptive methods and its blocks on hand-made row shards, beside upstream's: one table.
 
-The reference of Muon and AdaMuon is upstream's class on whole matrices; AdaMuon is that of
-Megatron-LM main, which has two attributes more than that of 0.19.2. The reference of NorMuon and
+The reference of Muon and AdaMuon is upstream's class on whole matrices; for AdaMuon the class of
+Megatron-LM main, which has two attributes more than the one of 0.19.2. The reference of NorMuon and
 NAMO is emerging-optimizers' class, with each block as a parameter.
 """
 

@@ -178,7 +178,7 @@ def test_revert_leaves_what_somebody_wrapped(stub):
     ],
 )
 def test_enable_refuses_a_misfit_of_any_package(monkeypatch, package, found):
-    """The error names what was found, the tested ranges and what to install."""
+    """The error names the installed version, the tested ranges and the remedy."""
     monkeypatch.setattr(versions, "installed_versions", lambda: {**GOOD_VERSIONS, package: found})
     monkeypatch.setattr(enabling.PATCHED, "applied", [])
     with pytest.raises(IncompatibleMegatronError) as caught:
@@ -339,7 +339,10 @@ def _replacements(path: Path) -> Iterator[str]:
 
 
 def test_objects_of_others_are_replaced_in_one_file_alone():
-    """Five replacements were in no list, among them one of torch and one of argparse."""
+    """Only ``patching.py`` replaces objects of other packages, so that the list is complete.
+
+    Five replacements were in no list, among them one of torch and one of argparse.
+    """
     package = ROOT / "megatron_muon"
     files = [path for path in sorted(package.rglob("*.py")) if path.name != "patching.py"]
     assert {found for path in files for found in _replacements(path)} == OF_THE_LAUNCHER

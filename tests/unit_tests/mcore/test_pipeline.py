@@ -110,7 +110,7 @@ def _align(is_refused: bool) -> None:
 
 @pytest.mark.slow
 def test_aligned_gradients_of_stages_are_refused():
-    """Alignment of gradients over stages, which drops those of the last, is refused."""
+    """Alignment of gradients over stages, which drops the last stage's, is refused."""
     aligned = fsdp_toy_gpt(ZERO[1], *PP, *HIGH)
     with pytest.raises(AssertionError) as caught:
         train(4, aligned, 2, before=functools.partial(_align, True))

@@ -161,7 +161,7 @@ def test_rows_have_the_bits_of_upstreams_clip(world_size, name):
 
 
 def test_models_of_scripts_are_ignored_or_refused():
-    """Models without a configuration are ignored, and what upstream cannot clip is refused."""
+    """Models without a configuration are ignored, and layers that upstream cannot clip refused."""
     for nothing, refusal in results(2)["any module"]:
         assert nothing == "nothing"
         assert "--qk-clip --attention-output-gate" in refusal

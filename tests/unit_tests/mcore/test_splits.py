@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is orthogonalized apart: parameters are tagged; test_muon.py has the bits that come out."""
+"""Tags of parameters whose blocks are orthogonalized separately; test_muon.py has the bits."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +114,7 @@ def test_parts_of_a_query_group_stay_whole_or_are_refused():
 
 
 def test_rows_of_heads_and_halves():
-    """Rows of heads and halves are those counted by hand."""
+    """Rows of heads and halves equal a count by hand."""
     assert all_heads((8, 8, 4, 4), 48, 4) == (4, 4, 4, 4, 4, 4) * 2
     assert all_heads((5, 3), 24) == (5, 3, 5, 3, 5, 3)
     assert halves(14) == (7, 7)

@@ -72,7 +72,7 @@ def test_gram_form_is_the_polynomial(shape, coefficient_type):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
-    """Errors of each backend in bf16 stay below those of the standard form's five steps."""
+    """Errors of each backend in bf16 stay below the errors of the standard form's five steps."""
     stack = torch.randn(4, 48, 192)
     found = orthogonalized(normalized(stack).bfloat16(), backend)
     assert found.dtype == torch.bfloat16
@@ -276,7 +276,7 @@ def test_kernels_take_the_shapes_they_can_load(choice, shape, num_parts, expecte
 
 
 def test_what_a_machine_lacks_is_said():
-    """A backend names what a machine lacks, with what is expected."""
+    """A backend names a requirement that a machine does not meet."""
     gpu, of = torch.device("cuda", 0), settings()
     precision, no_gpu = Symmetric().problems(settings(is_bf16=False), CPU)
     assert precision.startswith("expected fp32_matmul_prec medium")

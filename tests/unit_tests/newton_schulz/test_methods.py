@@ -21,7 +21,7 @@ from megatron_muon.runtime.moments import Moments
 def test_normuon_of_a_stack_has_the_bits_of_upstream(shape):
     """NorMuon of a stack has upstream's bits of each matrix over three steps.
 
-    On a GPU sums of a stack may be in another order than those of a matrix: means of up to 5000
+    On a GPU a stack may be summed in another order than a matrix: means of up to 5000
     squares in float32, which a root halves, so that 1e-5 is enough.
     """
     reference = AdaptiveMuon(
@@ -53,7 +53,7 @@ def _layout(blocks: tuple[tuple[int, int], ...]) -> MatrixLayout:
 
 
 def test_moments_of_a_stack_are_those_of_its_blocks():
-    """Moments of a stack are those of its blocks, tall and wide ones apart."""
+    """A stack gets the moments of its blocks, tall and wide blocks apart."""
     blocks = ((8, 4), (2, 4), (2, 4))
     moments = Moments(
         [_layout(((3, 3),)), _layout(blocks), _layout(blocks)],

@@ -44,7 +44,7 @@ def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient
 
 @pytest.mark.parametrize("shape", [*SHAPES, (32, 8), (4, 16)])
 def test_result_is_independent_of_the_other_matrices_in_a_stack(shape):
-    """A result does not depend on what else an owner has, or padding holds."""
+    """A result depends neither on other matrices of an owner nor on the contents of padding."""
     stack = torch.stack([normalized_bf16(x) for x in torch.randn(4, *shape, device=device())])
     expected = orthogonalized(stack)
     assert torch.equal(orthogonalized(stack.flip(0)), expected.flip(0))
@@ -70,7 +70,7 @@ def test_fp32_stack_is_upstreams_function(shape, precision):
 
 
 def test_least_norm_is_that_of_the_installed_release(monkeypatch):
-    """The least norm is that of the installed emerging-optimizers."""
+    """The least norm comes from the installed emerging-optimizers."""
     for eps in (1e-7, 1e-15):
         least_norm.cache_clear()
         monkeypatch.setattr(muon_utils, "newton_schulz", lambda x, eps=eps: x)
@@ -124,7 +124,7 @@ def test_stack_has_the_bits_of_single_matrices(shape):
 
 @pytest.mark.cpu_only
 def test_other_backends_are_not_batched_on_a_cpu():
-    """Results of other backends on a CPU do not depend on what else a rank owns."""
+    """Results of other backends on a CPU do not depend on other matrices of a rank."""
     stack = _drawn((4, 24, 40))
     assert torch.equal(_run(stack, "gram")[:2], _run(stack[:2], "gram"))
 

@@ -87,7 +87,7 @@ def test_gpus_that_are_not_known_count_as_the_nearest():
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    """A refused setting names the field, what is expected and what came."""
+    """A refused setting is named, with the expected value and the actual one."""
     with pytest.raises(ValueError, match=message):
         ExchangeSettings(**settings)
 

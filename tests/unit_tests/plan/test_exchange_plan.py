@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks plan: owners, buckets, and entries that they compare."""
+"""The plan of all ranks: owners, buckets, and entries that they compare."""
 
 import copy
 import dataclasses

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does: messages, stacks, their order, and their places in staging memory."""
+"""The step of one rank: messages, stacks, their order, and their places in staging memory."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable

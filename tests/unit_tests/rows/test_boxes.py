@@ -72,7 +72,7 @@ def _shard_of(
 
 @given(fsdp2_layouts())
 def test_rectangles_are_what_fsdp2_cuts(layout):
-    """The rectangles of all ranks are what FSDP2 cuts, empty ones included.
+    """The boxes of all ranks are FSDP2's shards, empty ones included.
 
     Offsets of torch, by which checkpoints are written, are those but for uneven strided shards: of
     7 rows over 2 x 3 ranks torch 2.11 gets two wrong; ``full_tensor()`` has them right. Such
@@ -112,7 +112,7 @@ def test_placements_that_version_1_leaves_out_replicate():
 
 @given(fsdp2_layouts(), st.data())
 def test_matrices_tile_a_parameter(layout, data):
-    """Matrices put together from the views of all ranks are those of the whole parameter."""
+    """Matrices assembled from the views of all ranks equal the whole parameter's."""
     mesh_shape, placements, shape = layout
     boxes = boxes_of_placements.__wrapped__(_mesh(mesh_shape), placements, shape)
     whole = torch.arange(math.prod(shape)).view(shape)

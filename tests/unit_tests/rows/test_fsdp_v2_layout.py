@@ -96,7 +96,7 @@ def _random_cases() -> list[Any]:
 
 
 def test_rows_are_those_of_upstreams_ranges():
-    """Rows of all ranks, computed by integers, are those of upstream's ranges."""
+    """Rows of all ranks, computed from integers, equal upstream's ranges."""
     cases = _random_cases()
     assert len(cases) == 300
     assert run_ranks(1, _compare_rows, cases).check().results == [[]]

@@ -74,7 +74,7 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
 
 
 def test_bytes_at_the_collectives_are_those_of_the_plan():
-    """The bytes at the collectives are those of the plan, without padding."""
+    """Collectives carry the bytes of the plan, without padding."""
     by_rank = results(4)["bytes"]
     for counted, (comm_dtype, grid) in zip(itertools.chain(*by_rank), 4 * BYTES, strict=True):
         assert counted["moved"] == counted["planned"]
@@ -163,7 +163,7 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
 
 
 def test_staging_memory_is_freed_and_within_the_limit():
-    """Staging memory is what the report says in a step, and freed between steps."""
+    """A step takes the staging memory of the report, and frees it at its end."""
     for (before, free, free_bytes), (after, limited, limited_bytes) in results(2)["memory"]:
         assert before == after == 0
         # Without a limit it takes more: otherwise this would test nothing.

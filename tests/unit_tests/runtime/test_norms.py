@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank computes alone: norms, adjacent tensors, and rows in CPU memory."""
+"""Computations of a rank alone: norms, adjacent tensors, and rows in CPU memory."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ def _block_norms(shapes: list[tuple[int, int]]) -> norms.BlockNorms:
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (1000, 700), (2, 300_000), (300_000, 2)])
 def test_norm_is_that_of_the_float64_sum(shape):
-    """Norms are those of float64 sums, in the order of the blocks."""
+    """Norms equal float64 sums, in the order of the blocks."""
     shapes = [(3, 5), shape, (4, 5), (3, 5), shape]
     rows = [torch.randn(each).to(device()) * 1e-3 for each in shapes]
     block_norms = _block_norms(shapes)

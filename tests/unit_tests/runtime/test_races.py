@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers that travel are left alone until they are waited for: no GPU is needed to see a race.
 
-``helpers/collective_timing.py`` says what is done to the buffers meanwhile.
+``helpers/collective_timing.py`` describes the changes of the buffers meanwhile.
 """
 
 import itertools
@@ -75,7 +75,7 @@ def _compare(
 
     Args:
         optimizers: Steps from the same state each time.
-        expected: State that it should come to; None for that of steps as ever.
+        expected: State that it should come to; None for the state after ordinary steps.
         forgotten: A collective that nobody waits for.
     """
     start = optimizers.state()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Releases that lack what is relied on are refused with the name; others work."""
+"""Releases that lack a name that is relied on are refused by it; others work."""
 
 import sys
 from importlib import import_module

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the third step of each optimizer asks of a GPU, on fake CUDA tensors, as one rank."""
+"""Launches, waits and memory of the third step of each optimizer, on fake CUDA tensors."""
 
 import functools
 import os
@@ -185,7 +185,10 @@ def test_host_waits_once_for_the_gradients(name):
 
 @pytest.mark.parametrize("check", ["sync", "next_step", "off"])
 def test_host_waits_only_for_gradients_that_are_checked_in_the_same_step(check):
-    """The host waited for the gradients of each step, and could not launch it before they came."""
+    """The host waits for gradients with ``sync`` alone.
+
+    It waited for the gradients of each step, and could not launch it before they came.
+    """
     with _muon_adamw(check_gradients=check) as (recorder, optimizer):
         for _ in range(3):
             for group in optimizer.param_groups:

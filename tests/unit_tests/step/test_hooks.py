@@ -79,7 +79,7 @@ def test_cautious_decay_has_the_bits_of_whole_matrices_and_is_in_no_metric():
     ids=str,
 )
 def test_ranks_agree_on_the_memory_of_hooks(options, num_copies, monkeypatch):
-    """Results may be more than a rank orthogonalizes, whose workspace would cover their copies."""
+    """Ranks agree on copies of results, which may need more than the workspace of Newton-Schulz."""
     asked = []
     muon = Muon([torch.nn.Parameter(torch.ones(6, 9)) for _ in range(2)], **options)
     monkeypatch.setattr(muon.engine, "reserve", lambda others: asked.append(others.temporaries))

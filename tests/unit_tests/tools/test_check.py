@@ -78,7 +78,7 @@ def _find_on_rank_1() -> list[list[str]]:
 
 
 def test_finding_of_one_rank_is_that_of_all_ranks():
-    """The first line of one rank's error, or its version, is what all ranks report.
+    """All ranks report the first line of one rank's error, or its version.
 
     The rank joins the comparison of versions before it returns.
     """

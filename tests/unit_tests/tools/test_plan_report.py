@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of a plan: what each rank does, when, and of which model."""
+"""Reports of a plan: work of the ranks, its times, and models."""
 
 import dataclasses
 from collections import Counter
@@ -321,7 +321,7 @@ def test_presets_have_the_parameters_of_the_model(name, billions):
 
 @pytest.mark.parametrize("has_fp32", [True, False])
 def test_memory_follows_the_sharding_strategy(has_fp32):
-    """Bytes of weights, gradients, states and a step are those counted by hand."""
+    """Bytes of weights, gradients, states and a step equal a count by hand."""
     model = ModelShape(1, 8, 16, 2, 2, vocab_size=10)
     (muon, adamw), _ = count_layers(model, Parallelism(1))
     adamw += model.embedding_elements

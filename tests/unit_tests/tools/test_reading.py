@@ -103,7 +103,7 @@ def test_command_needs_no_megatron(folder):
 
 
 def test_flipped_byte_is_found_or_changes_nothing(folder):
-    """Each of 80 random flips is reported, or what is read keeps its bits."""
+    """Each of 80 random flips is reported, or the tensors that are read keep their bits."""
     checkpoint = read_checkpoint(folder / "iter_0000003")
     path = next(folder.glob("*/*.distcp"))
     sound = path.read_bytes()
