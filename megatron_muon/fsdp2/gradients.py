@@ -36,12 +36,12 @@ class GradientKey(NamedTuple):
         name: Its name. Pipeline stages may share names.
         ranks: Its holders. Ranks of other domains hold other matrices of a batch, maybe without
             gradients.
-        is_muons: Whether Muon steps it. Parameters without names are numbered by optimizer.
+        is_of_muon: Whether Muon steps it. Parameters without names are numbered by optimizer.
     """
 
     name: str
     ranks: tuple[int, ...]
-    is_muons: bool
+    is_of_muon: bool
 
 
 def by_holders(
@@ -168,7 +168,7 @@ class Agreement:
                 if shard.numel():
                     missing.append(key)
             # Gradients with a problem are left out: a sparse one has no norm of this kind.
-            elif problem := _problem(parameter.param, grad, is_muons=key.is_muons):
+            elif problem := _problem(parameter.param, grad, is_of_muon=key.is_of_muon):
                 problems.append(f"{parameter.name}: {problem}")
             elif shard.numel():
                 grads.append((parameter.name, local_tensor(grad)))
@@ -230,7 +230,7 @@ class Agreement:
                 f"none, got no state on rank {rank}. Reset it on all ranks, or load a state"
                 for key in self.holders.keys() & set(fresh) - set(flags.fresh)
                 # Empty shards of AdamW may have no state.
-                if key.is_muons or key in held
+                if key.is_of_muon or key in held
             ]
         advice = _ADVICE if self._mode == "sync" else _DIVERGED
         raise_where_any_rank_fails(problems, self._group, self._device, advice)
@@ -252,11 +252,11 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
         )
 
 
-def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str | None:
+def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_of_muon: bool) -> str | None:
     """Return the problem of a gradient, or None."""
     shard, other = local_tensor(param), local_tensor(grad)
     # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
-    dtypes = (torch.float32, torch.bfloat16) if is_muons else (shard.dtype,)
+    dtypes = (torch.float32, torch.bfloat16) if is_of_muon else (shard.dtype,)
     # FSDP2 makes empty shards of several shapes.
     has_shape = shard.shape == other.shape or shard.numel() == other.numel() == 0
     if shard.layout != other.layout:
@@ -264,9 +264,9 @@ def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str 
     elif other.dtype not in dtypes:
         advice = "Reduce it in such a dtype; leave precision_aware out of fully_shard_optimizer()"
     # torch's AdamW reduces a partial gradient of a DTensor. A plain tensor has no placements.
-    elif is_muons and getattr(param, "placements", None) != getattr(grad, "placements", None):
+    elif is_of_muon and getattr(param, "placements", None) != getattr(grad, "placements", None):
         advice = "Reduce a partial one: grad.redistribute(placements=param.placements)"
-    elif is_muons and not (has_shape and shard.device == other.device):
+    elif is_of_muon and not (has_shape and shard.device == other.device):
         advice = "Leave it as the backward pass of the sharded model writes it"
     else:
         return None

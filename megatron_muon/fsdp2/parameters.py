@@ -77,7 +77,7 @@ def planned_parameters(param_groups: Sequence[Group]) -> Iterator[PlannedParamet
             )
 
 
-class _Facts(NamedTuple):
+class _ViewFacts(NamedTuple):
     """Facts that a rank sends to all others.
 
     Args:
@@ -122,7 +122,7 @@ def view_parameters(
         for number, param in enumerate(params)
         if (dim := partition_dim(param)) is not None and dim < param.ndim
     }
-    mine = _Facts(device_type, ranks_with(process_group), ranks_with(tensor_group), sizes)
+    mine = _ViewFacts(device_type, ranks_with(process_group), ranks_with(tensor_group), sizes)
     facts = gather_objects(mine)
     device = torch.device(next((fact.device_type for fact in facts if fact.device_type), "cpu"))
     if params and not dist.is_initialized():
@@ -161,7 +161,7 @@ def ranks_with(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _plain_mesh(
-    facts: Sequence[_Facts],
+    facts: Sequence[_ViewFacts],
     process_group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None,
     device: torch.device,

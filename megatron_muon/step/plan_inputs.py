@@ -46,7 +46,7 @@ class _Key(NamedTuple):
     replicas: tuple[Ranks, ...]
 
 
-class _Facts(NamedTuple):
+class _PlanFacts(NamedTuple):
     """Facts that a rank sends to all others at construction; hashes are of integers alone.
 
     Args:
@@ -104,7 +104,7 @@ def find_plan_inputs(
     for parameter in parameters:
         by_key[_key(parameter.view)].append(parameter)
     known = _known_groups(parameters, known_groups)
-    mine = _Facts(
+    mine = _PlanFacts(
         num_ranks_on_node(),
         {hash(key) for key in by_key},
         {(hash(ranks_of(g)), str(g.group_name)) for g in known},
@@ -189,7 +189,7 @@ def _groups(
     keys: Iterable[_Key],
     stepping: Ranks,
     known: Sequence[dist.ProcessGroup],
-    facts: Sequence[_Facts],
+    facts: Sequence[_PlanFacts],
 ) -> Groups:
     """Choose a process group per domain and per set of replicas, and make the missing ones.
 
