@@ -284,8 +284,9 @@ class MatrixStep:
     def _find_views(self, weights: TensorList, momentum: TensorList, results: TensorList) -> None:
         """View the rows that are exchanged, anew only where their memory has moved."""
         # Addresses are compared, not tensors: storage may have been replaced, as by an offload.
-        lists = (weights, momentum, results)
-        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
+        addresses = [
+            [tensor.data_ptr() for tensor in tensors] for tensors in (weights, momentum, results)
+        ]
         is_moved = addresses != self._addresses
         if is_moved:
             self._forget()
