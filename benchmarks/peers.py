@@ -65,6 +65,16 @@ class Model:
         """Draw this rank's shard of every matrix."""
         return [self.whole(i, seed)[self.rows(i)].clone() for i in range(len(self.shapes))]
 
+    def gathered(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Assemble a matrix on every rank; shards are padded to the size of the largest one."""
+        by_rank = [self.rows_of_ranks[index].get(rank, (0, 0)) for rank in range(self.mesh.size())]
+        sizes = [stop - start for start, stop in by_rank]
+        padded = local.new_empty(max(sizes), local.shape[1])
+        padded[: len(local)] = local
+        shards = local.new_empty(len(sizes), *padded.shape)
+        dist.all_gather_into_tensor(shards.flatten(0, 1), padded, group=self.mesh.get_group())
+        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
+
     def dtensor(self, index: int, local: torch.Tensor) -> DTensor:
         """Wrap a shard as Megatron-FSDP does."""
         rows, cols = self.shapes[index]
@@ -124,12 +134,9 @@ def all_gather(model: Model, precision: str) -> Peer:
     """Every rank gathers the momentum of every matrix in fp32, and orthogonalizes all of them."""
     from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
 
-    from megatron_muon.mcore.pipeline_repairs import all_gather_rows
-
     optimizer = Muon([torch.nn.Parameter(model.whole(0, 0))], fp32_matmul_prec=precision, **MUON)
     weights, grads = model.shards(0), model.shards(1000)
     momentum = [torch.zeros_like(shard) for shard in weights]
-    group = model.mesh.get_group()
 
     def step() -> None:
         """Average the local rows, gather each matrix, and keep the local rows of its result."""
@@ -137,7 +144,7 @@ def all_gather(model: Model, precision: str) -> Peer:
         torch._foreach_lerp_(momentum, grads, 1 - MUON["momentum"])
         updates = torch._foreach_lerp(grads, momentum, MUON["momentum"])
         for index, update in enumerate(updates):
-            whole = all_gather_rows(update, model.rows_of_ranks[index], group)
+            whole = model.gathered(index, update)
             result = optimizer.orthogonalize(optimizer.param_groups[0]["params"][0], whole)
             weights[index].add_(result[model.rows(index)], alpha=-MUON["lr"])
 

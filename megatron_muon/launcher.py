@@ -132,7 +132,7 @@ def _check_dataset_helpers() -> None:
 def _has_gpu() -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.device_count() > 0
+    return torch.cuda.is_available()
 
 
 def _log_to_stdout_on_rank_0() -> None:

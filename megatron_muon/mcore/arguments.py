@@ -25,33 +25,19 @@ from megatron_muon.user_errors import SettingsError, in_flags
 logger = logging.getLogger(__name__)
 
 # Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
+_SWITCHES = {
+    "--muon-fsdp-offload-momentum": "Keep momentum in pinned CPU memory between steps.",
+    "--muon-fsdp-log-metrics": "Write norms of gradients and momentum and the RMS of updates to "
+    "TensorBoard and W&B.",
+    "--muon-split-glu": "Orthogonalize gate and up of gated feed-forward layers and experts "
+    "separately.",
+    "--muon-split-mla": "Multi-latent attention: orthogonalize the parts of queries with and "
+    "without position separately, and keys and values.",
+    "--muon-split-qkv-per-head": "Orthogonalize every head of query, key and value separately.",
+    "--moe-router-skip-muon": "Step routers with --muon-scalar-optimizer.",
+}
 _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--muon-fsdp-offload-momentum": {
-        "action": "store_true",
-        "help": "Keep momentum in pinned CPU memory between steps.",
-    },
-    "--muon-fsdp-log-metrics": {
-        "action": "store_true",
-        "help": "Write norms of gradients and momentum and the RMS of updates to TensorBoard and "
-        "W&B.",
-    },
-    "--muon-split-glu": {
-        "action": "store_true",
-        "help": "Orthogonalize gate and up of gated feed-forward layers and experts separately.",
-    },
-    "--muon-split-mla": {
-        "action": "store_true",
-        "help": "Multi-latent attention: orthogonalize the parts of queries with and without "
-        "position separately, and keys and values.",
-    },
-    "--muon-split-qkv-per-head": {
-        "action": "store_true",
-        "help": "Orthogonalize every head of query, key and value separately.",
-    },
-    "--moe-router-skip-muon": {
-        "action": "store_true",
-        "help": "Step routers with --muon-scalar-optimizer.",
-    },
+    **{flag: {"action": "store_true", "help": text} for flag, text in _SWITCHES.items()},
     "--adaptive-muon-moment2-method": {
         "choices": ("adamuon", "normuon", "namo"),
         "default": "adamuon",
@@ -101,7 +87,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if getattr(args, "megatron_fsdp_version", 1) == 2 and PATCHED.v2_problems:
         raise IncompatibleMegatronError(PATCHED.v2_problems)
     if not args.use_megatron_fsdp or args.optimizer not in MUON_OPTIMIZERS:
-        for flag in (flag for flag, settings in _OTHER_FLAGS.items() if "action" in settings):
+        for flag in _SWITCHES:
             name = flag[2:].replace("-", "_")
             # A later release may have a flag of this name.
             if getattr(args, name, False) and not hasattr(OptimizerConfig, name):

@@ -31,7 +31,7 @@ def compare_before_loading(original: Any, *args: Any, **kwargs: Any) -> Any:
     call = _arguments(original, args, kwargs)
     if call["rank0"] or call["sharded_state_dict"] is None:
         return load()
-    checkpoint = find_together(lambda: _locate(call), checks_files=True)
+    checkpoint = find_together(lambda: _locate(call))
     assert checkpoint is not None
     is_strict = getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)
     comparison = Comparison(

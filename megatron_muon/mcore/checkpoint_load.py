@@ -5,7 +5,7 @@
 A load::
 
     find_before_loading       wraps _load_base_checkpoint, which a load calls twice
-        1. find_together      the same checkpoint on all ranks; its files have their lengths
+        1. find_together      the same checkpoint on all ranks
         2. load_compared      random states, and group settings that the checkpoint lacks
     rename_and_compare        names and shapes of tensors, in the second call
     upstream                  torch.distributed.checkpoint loads into the tensors of the run
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon.mcore.checkpoint_folders import (
     METADATA,
@@ -32,7 +33,7 @@ from megatron_muon.mcore.checkpoint_folders import (
     find_checkpoint,
     finished_iterations,
 )
-from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, find_misfits, read_checkpoint
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkpoint
 from megatron_muon.mcore.checkpoint_state import (
     describe_differences,
     rename_layers,
@@ -44,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
 _DAMAGED = (
-    "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "
-    + _NOTHING_LOADED
+    "If a file is damaged, `python -m megatron_muon.checkpoint verify {}` names it: restore it, or "
+    "load an earlier checkpoint with --ckpt-step."
 )
 _MEAN_OF_TWO = (
     "loaded %s; Megatron prints the mean loss of the first two iterations in the second one, which "
@@ -93,11 +94,13 @@ def find_before_loading(
     if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
         return load()
     # load_checkpoint calls this first with rank0, for the arguments of the saved run.
-    checkpoint = find_together(lambda: _locate(Path(load_dir), args.ckpt_step), checks_files=rank0)
+    checkpoint = find_together(lambda: _locate(Path(load_dir), args.ckpt_step))
     # Upstream can load a GPT's layers into a hybrid model, and translates the names later.
     is_translated = kwargs.get("gpt_compat_layer_maps") is not None
-    if sharded_state_dict is None or checkpoint is None or is_translated:
+    if checkpoint is None:
         return load()
+    if sharded_state_dict is None or is_translated:
+        return _load(load, checkpoint)
     comparison = Comparison(
         checkpoint,
         ("model", "optimizer") if args.strict_fsdp_dtensor_load else (),
@@ -111,14 +114,11 @@ def find_before_loading(
     return result
 
 
-def find_together(
-    find: Callable[[], StoredCheckpoint | None], *, checks_files: bool
-) -> StoredCheckpoint | None:
+def find_together(find: Callable[[], StoredCheckpoint | None]) -> StoredCheckpoint | None:
     """Find the checkpoint of a load, the same on all ranks.
 
     Args:
         find: Reads the table of contents, or returns None if there is no checkpoint.
-        checks_files: Whether to compare the files with the table, one share per rank.
 
     Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks, of a
         process group that may not exist yet.
@@ -134,12 +134,6 @@ def find_together(
         "checkpoint to load",
         "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
     )
-    if checks_files and checkpoint is not None:
-        # All files on every rank would overload the file system of a large job.
-        misfits = _on_all_ranks(
-            lambda: find_misfits(checkpoint, dist.get_rank(), dist.get_world_size()), _DAMAGED
-        )
-        raise_where_any_rank_fails(misfits, None, current_device(), _DAMAGED)
     return checkpoint
 
 
@@ -170,18 +164,27 @@ def load_compared(
             "momentum starts at zero",
             checkpoint.folder,
         )
-        return load()
     # Group settings that the checkpoint lacks come from flags. The step count stays, so that DCP
     # refuses a checkpoint without.
     stored, set_aside = checkpoint.metadata.state_dict_metadata, []
-    for name, settings in state_dict["optimizer"]["param_to_group_meta"].items():
+    groups = state_dict.get("optimizer", {}).get("param_to_group_meta", {})
+    for name, settings in groups.items():
         prefix = f"optimizer.param_to_group_meta.{name}."
         lacking = [key for key in settings if key != "step" and prefix + key not in stored]
         set_aside.append((settings, {key: settings.pop(key) for key in lacking}))
-    result = load()
+    result = _load(load, checkpoint)
     for settings, flags in set_aside:
         settings.update(flags)
     return result
+
+
+def _load(load: Callable[[], Any], checkpoint: StoredCheckpoint) -> Any:
+    """Load a checkpoint; torch raises on all ranks if one of them cannot read a file."""
+    try:
+        return load()
+    except CheckpointException as error:
+        error.add_note(_DAMAGED.format(checkpoint.folder))
+        raise
 
 
 def _on_all_ranks[T](call: Callable[[], T], advice: str) -> T:
@@ -282,10 +285,3 @@ def find_differences(
     return describe_differences(
         shapes, {key: shape for key, shape in stored.items() if key not in of_others}
     )
-
-
-def find_pretrained(original: Any, args: Any, load_arg: str = "load") -> Any:
-    """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
-    if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
-        load_arg = "pretrained_checkpoint"
-    return original(args, load_arg)

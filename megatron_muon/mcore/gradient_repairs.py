@@ -19,12 +19,10 @@ strategy                            ``main_grad``                 gradients must
 ==================================  ============================  ==============================
 """
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -136,42 +134,17 @@ def count_shards_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
         fsdp_model.mark(param)
 
 
-def complete_backward_passes(original: Any, self: Any) -> None:
-    """Wrap ``FsdpContext.register_post_backward_final_callback`` to name unused parameters.
+def count_each_backward_pass(original: Any, self: Any) -> None:
+    """Wrap ``FsdpContext.register_post_backward_final_callback``, which begins a backward pass.
 
-    v2 reduces the gradients of a module once all its parameters have one. If one never gets one,
-    the others are not reduced either, and the next backward pass raises that a phase is invalid,
-    without a name.
-
-    v2 counts gradients from zero after a forward pass alone. Of two backward passes in a row, as at
-    the end of a schedule with pipeline stages, the second one would reduce nothing.
+    v2 reduces the gradients of a module once all its parameters have one, and counts them from zero
+    after a forward pass alone. Of two backward passes in a row, as at the end of a schedule with
+    pipeline stages, the second one would reduce nothing.
     """
     # The root, which calls this, is the first module of a backward pass.
     for module in self.forward_order:
         module._num_ready_grad_parameters = 0
-    torch.autograd.Variable._execution_engine.queue_callback(
-        functools.partial(_raise_where_missing, self)
-    )
     original(self)
-
-
-def _raise_where_missing(context: Any) -> None:
-    """Raise with the parameters without a gradient in modules that wait for one."""
-    missing = [
-        f"{module.name}.{each.fqns[0]}".lstrip(".")
-        for module in context.forward_order
-        if module.phase is type(module).Phase.BACKWARD
-        for group in module.parameter_groups
-        if group.requires_grad
-        for each in group.fsdp_parameters
-        if each.unsharded.grad is None
-    ]
-    if missing:
-        raise RuntimeError(
-            f"{', '.join(missing)}: expected a gradient in every backward pass, got none. "
-            "Megatron-FSDP v2 reduces no gradient of such a module: use every parameter, or freeze "
-            "those that are not used. Nothing was updated."
-        )
 
 
 def overwrite_only_buckets(

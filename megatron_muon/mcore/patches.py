@@ -216,11 +216,6 @@ PATCHES: tuple[Patch, ...] = (
         source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
     ),
     Patch(
-        "megatron.training.checkpointing:get_load_checkpoint_path_by_args",
-        "checkpoints: --pretrained-checkpoint without --load",
-        checkpoint_load.find_pretrained,
-    ),
-    Patch(
         "megatron.training.checkpointing:save_checkpoint",
         "checkpoints: one that is saved again is replaced in one step",
         checkpoint_save.replace_in_one_step,
@@ -264,9 +259,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         f"{_FSDP}.experimental.module:FsdpContext.register_post_backward_final_callback",
-        "v2: name parameters without a gradient, which stop the gradients of their module; count "
-        "gradients anew in each of two backward passes in a row, as of pipeline stages",
-        gradient_repairs.complete_backward_passes,
+        "v2: count gradients anew in each of two backward passes in a row, as of pipeline stages",
+        gradient_repairs.count_each_backward_pass,
         applies_to="v2",
     ),
     Patch(

@@ -7,7 +7,7 @@ Without them no model with stages trains under Megatron-FSDP, with any optimizer
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.megatron_fsdp import own_rows, shard_group, tensor_shard_rows
+from megatron_muon.rows.megatron_fsdp import own_rows, shard_group, tensor_shard_shape
 from megatron_muon.runtime.tensors import local_tensor
 
 # Elements. Source: megatron-core 0.19.2, the minimum of the method that is wrapped.
@@ -110,9 +110,9 @@ def sum_whole_gradients(
     they hold other rows, or one of them none. Here the gradients of the copies are added, and each
     rank gets its rows of the sum.
 
-    Communication: an all-gather of the rows over the shard group, and an all-reduce of the whole
-        gradient over the embedding group.
-    Memory: until it returns the gradient of the tensor-parallel rank's embedding, and its padding.
+    Communication: an all-reduce of the whole gradient over the shard group, twice the bytes of an
+        all-gather of uneven rows, which would need padding; and one over the embedding group.
+    Memory: until it returns the gradient of the tensor-parallel rank's embedding.
     """
     if not model[0].ddp_config.use_megatron_fsdp:
         original(model, embd_group, pp_group, weight_getter, *rest, **kwargs)
@@ -125,17 +125,17 @@ def sum_whole_gradients(
     weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
     if weight is None or not weight.requires_grad:
         return
+    whole = torch.zeros(tensor_shard_shape(weight), dtype=weight.dtype, device=weight.device)
+    rows = slice(*own_rows(weight))
     # A rank without rows has no gradient, but takes part in the collectives.
-    has_rows = weight.grad is not None
-    grad = local_tensor(weight.grad if has_rows else weight.detach())
-    whole = grad if has_rows else torch.zeros_like(grad)
-    group = shard_group(weight)
-    if group is not None:
-        whole = all_gather_rows(whole, tensor_shard_rows(weight), group)
-    dist.all_reduce(whole, group=embd_group)
-    # An unsharded gradient was reduced in place.
-    if has_rows and group is not None:
-        grad.copy_(whole[slice(*own_rows(weight))])
+    if weight.grad is not None:
+        whole[rows] = local_tensor(weight.grad)
+    # First rows are summed with zeros, which changes no bit but the sign of a zero.
+    for group in (shard_group(weight), embd_group):
+        if group is not None:
+            dist.all_reduce(whole, group=group)
+    if weight.grad is not None:
+        local_tensor(weight.grad).copy_(whole[rows])
 
 
 def accept_stages(
@@ -161,38 +161,6 @@ def accept_stages(
             config.expert_model_parallel_size = 1
         disable_bucketing = False
     original(config, ddp_config, module, pg_collection, disable_bucketing)
-
-
-def all_gather_rows(
-    local_rows: torch.Tensor, rows: Mapping[int, tuple[int, int]], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Assemble a whole matrix on every rank from the rows of all.
-
-    Shards are padded to the size of the largest one. Ranks with an empty shard still take part.
-
-    Args:
-        local_rows: This rank's rows, ``(local_rows, cols)``, any dtype; ``local_rows`` may be 0.
-        rows: Rows ``(start, stop)`` by rank of the job; ranks without rows may be missing.
-        group: Ranks that hold all rows together.
-
-    Returns:
-        The whole matrix ``(rows, cols)``, contiguous, same dtype and bits as the shards.
-
-    Communication: one ``all_gather_into_tensor``; sends as many rows as the largest shard has to
-        every other rank. Megatron-FSDP's shards are uneven, so much of it may be padding.
-    Memory: as many rows for each rank until it returns, and the matrix.
-    """
-    ranges = [rows.get(rank, (0, 0)) for rank in dist.get_process_group_ranks(group)]
-    num_cols = local_rows.shape[1]
-    # all_gather_into_tensor needs equal sizes. The contents of the padding never matter.
-    padded = local_rows.new_empty(max(stop - start for start, stop in ranges), num_cols)
-    padded[: local_rows.shape[0]].copy_(local_rows)
-    gathered = local_rows.new_empty(len(ranges), *padded.shape)
-    dist.all_gather_into_tensor(gathered.view(-1, num_cols), padded, group=group)
-    matrix = local_rows.new_empty(max(stop for _, stop in ranges), num_cols)
-    for shard, (start, stop) in zip(gathered, ranges, strict=True):
-        matrix[start:stop].copy_(shard[: stop - start])
-    return matrix
 
 
 def accept_chunks(original: Any, config: Any, model_chunks: list[Any]) -> None:

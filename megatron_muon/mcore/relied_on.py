@@ -85,7 +85,7 @@ _V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
         "for axis, placement in reversed(tuple(enumerate(placements))):",
         "offset += mesh.get_local_rank(axis) * shard_size",
     ),
-    # The count of gradients has this name (gradient_repairs.py, complete_backward_passes).
+    # The count of gradients has this name (gradient_repairs.py, count_each_backward_pass).
     f"{_FSDP}.experimental.module:FsdpModule.pre_forward": ("self._num_ready_grad_parameters = 0",),
     # The callback at the end of a backward pass is found by its name on the context.
     f"{_FSDP}.experimental.module:FsdpModule.pre_backward": (

@@ -18,7 +18,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from megatron_muon.mcore.checkpoint_reading import Box
+from megatron_muon.tools.checkpoint.reading import Box
 
 _DDP_LAYERS = re.compile(r"((?:.*\.)?layers\.)(?=[^\d.])")
 _FSDP_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)\.(.+)$")

@@ -8,20 +8,24 @@ of contents may not name. A crafted pickle can still use up the memory or end th
 """
 
 import io
+import itertools
+import math
 import pickle
 import types
 import zipfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megatron_muon.mcore.checkpoint_folders import CheckpointError, expecting
-from megatron_muon.mcore.checkpoint_reading import (
-    MetadataUnpickler,
-    StoredCheckpoint,
-    find_misfits,
-)
+from megatron_muon.mcore.checkpoint_reading import MetadataUnpickler, StoredCheckpoint
+
+# Position in a tensor, and shape.
+type Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Inert:
@@ -101,6 +105,50 @@ def _read_item(checkpoint: StoredCheckpoint, index: MetadataIndex) -> bytes:
                     f"{info.relative_path}, got another"
                 )
     return data
+
+
+def file_sizes(checkpoint: StoredCheckpoint) -> dict[str, int]:
+    """Return the number of bytes that each file has, by name."""
+    sizes: dict[str, int] = defaultdict(int)
+    for info in checkpoint.metadata.storage_data.values():
+        sizes[info.relative_path] = max(sizes[info.relative_path], info.offset + info.length)
+    return sizes
+
+
+def find_misfits(checkpoint: StoredCheckpoint) -> list[str]:
+    """Compare a table of contents with itself and with the lengths of files.
+
+    Returns:
+        One sentence per problem: chunks that do not tile their tensor, a file that is missing
+        or of another length than its items.
+    """
+    problems = [
+        f"{key}: expected chunks that tile the shape {tuple(tensor.size)}, got others"
+        for key, tensor in checkpoint.tensors.items()
+        if not is_tiled(tensor.size, [(c.offsets, c.sizes) for c in tensor.chunks])
+    ]
+    for name, end in file_sizes(checkpoint).items():
+        path = checkpoint.folder / name
+        # A path that leaves the folder, or a link, would read any file of this machine.
+        if Path(name).name != name or path.is_symlink() or not path.is_file():
+            problems.append(f"{path}: expected a file, got none, or a link or pipe in its place")
+        elif (size := path.stat().st_size) != end:
+            problems.append(f"{path}: expected {end} bytes, got {size}")
+    return problems
+
+
+def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Return whether boxes are inside of a shape, fill it, and do not overlap."""
+    if len(shape) > 16:  # a box has 2**16 corners
+        return False
+    # If the corners of all cancel in pairs, the boxes cover every element of the shape an odd
+    # number of times, and all others an even number; by the sum of sizes, once and never.
+    corners: set[tuple[int, ...]] = set()
+    for offsets, sizes in [((0,) * len(shape), shape), *boxes]:
+        if all(sizes):
+            ends = [(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
+            corners ^= set(itertools.product(*ends))
+    return not corners and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
 
 
 def find_problems(checkpoint: StoredCheckpoint) -> list[str]:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_muon.mcore.checkpoint_folders import CheckpointError
-from megatron_muon.mcore.checkpoint_reading import Box, StoredCheckpoint, is_tiled
-from megatron_muon.tools.checkpoint.reading import read_chunk
+from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint
+from megatron_muon.tools.checkpoint.reading import Box, is_tiled, read_chunk
 
 
 @dataclass

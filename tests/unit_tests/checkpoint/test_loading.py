@@ -24,7 +24,7 @@ from helpers.checkpoint_runs import (
     wrap,
 )
 from helpers.ranks import Run, launch, run_ranks
-from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
+from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt, slow
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorProperties,
@@ -35,7 +35,6 @@ from megatron_muon.mcore.checkpoint_folders import TRACKER
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint
 
 pytestmark = pytest.mark.ranks
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 Z3 = ZERO[3]
 TRAIN = [*BF16, *SCHEDULE]
@@ -105,8 +104,6 @@ NO_FORMAT = "expected the format fsdp_dtensor, got"
 # The place in a copy, what is done there, whether --ckpt-step is passed, and the text to expect.
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], bool, str]] = {
     "without_metadata": (TABLE, Path.unlink, True, f"{INNER}: expected a finished checkpoint"),
-    "without_a_file": (DATA, Path.unlink, True, ".distcp: expected a file, got none"),
-    "truncated": (DATA, _truncate, True, ".distcp: expected "),
     "damaged_metadata": (TABLE, _truncate, True, ".metadata: expected the metadata of torch.dist"),
     "torch_format": (TABLE, lambda p: p.rename(p.with_name("mp_rank_00")), True, NO_FORMAT),
     "torch_dist_format": (
@@ -134,11 +131,11 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
     loaded: list[str] = []
     original = lambda folder, *rest, **options: loaded.append(folder)  # noqa: E731
     load = functools.partial(loading.find_before_loading, original)
-    kept = loading.find_misfits, loading._locate
+    kept = loading._locate
     found = {}
     for name, folder in folders.items():
         if dist.get_rank() == 1 and name == FORBIDDEN:
-            loading.find_misfits = _forbid
+            loading._locate = _forbid
         if dist.get_rank() == 1 and name == UNSEEN:
             loading._locate = lambda folder, iteration: None
         args = types.SimpleNamespace(use_megatron_fsdp=True, ckpt_step=steps[name])
@@ -147,7 +144,7 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
             found[name] = "loaded"
         except RuntimeError as error:
             found[name] = str(error)
-        loading.find_misfits, loading._locate = kept
+        loading._locate = kept
     # Ranks meet here after each refusal, and the sound checkpoint is loaded.
     return found | {"loaded": ", ".join(loaded)}
 
@@ -176,6 +173,18 @@ def test_damaged_checkpoint_is_refused_before_anything_is_loaded(muon, tmp_path)
         assert "expected a --save folder, got that of one checkpoint" in said["one_checkpoint"]
         assert "rank 1: PermissionError: not allowed" in said[FORBIDDEN]
         assert f"rank 1 has 'none' where rank 0 has '{INNER}, " in said[UNSEEN]
+
+
+@pytest.mark.parametrize("damage", [_truncate, slow(Path.unlink)])
+def test_damaged_file_ends_the_load_on_all_ranks(damage, muon, tmp_path):
+    """A file that is truncated or missing ends all ranks with the command that finds it."""
+    folder = _copy(muon[1], tmp_path / "damaged")
+    damage(next(folder.glob(DATA)))
+    run = _load(folder)
+    assert run.exit_codes == [1, 1] and run.history == []
+    for output in run.outputs:
+        assert "CheckpointException ranks:dict_keys(" in output
+        assert f"megatron_muon.checkpoint verify {folder / INNER}` names it" in output
 
 
 @pytest.fixture(scope="module")
@@ -271,10 +280,10 @@ def test_load_of_an_empty_folder_is_a_fresh_run(muon, tmp_path):
 
 
 @pytest.mark.slow
-def test_pretrained_checkpoint_loads_without_load(muon):
-    """--pretrained-checkpoint works without --load, where upstream joins a path with None."""
-    flags = [*TRAIN, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
-    run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
+def test_pretrained_checkpoint_loads_beside_an_empty_folder(muon, tmp_path):
+    """--pretrained-checkpoint loads weights where --load names a folder without a checkpoint."""
+    flags = ("--load", str(tmp_path), "--pretrained-checkpoint", str(muon[1]))
+    run = launch(2, fsdp_toy_gpt(Z3, *TRAIN, *flags, "--exit-interval", "1")).check()
     # Weights of the last iteration, on the data of the first.
     assert run.losses[0] < muon[0].losses[0] - 0.15
     assert "momentum starts at zero" in run.outputs[0]

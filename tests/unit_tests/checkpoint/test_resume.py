@@ -46,10 +46,10 @@ from helpers.toy_gpt import (
     TP,
     ZERO,
     relative_differences,
+    slow,
 )
 
 pytestmark = pytest.mark.ranks
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
 SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")

@@ -67,6 +67,7 @@ def _has_flags_of_v2() -> bool:
     return Path(spec.origin).with_name("optimizer").joinpath("fully_sharded_optimizer.py").exists()
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 needs_flags = pytest.mark.skipif(
     not _has_flags_of_v2(),
     reason="needs a Megatron-LM checkout: check_compat.py --megatron DIR --steps v2_flags",

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which optimizer each parameter goes to, against upstream's choice under DDP."""
 
-import functools
 import json
 import re
 from typing import Any
@@ -18,11 +17,9 @@ from helpers.toy_fsdp import (
     start_process_groups,
     wrap_gpt,
 )
-from helpers.toy_gpt import EP, MOE, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import EP, MOE, fsdp_toy_gpt, slow, toy_gpt
 
 pytestmark = pytest.mark.ranks
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 ONE_ITERATION = ("--train-iters", "1", "--lr-warmup-iters", "0")
 
 

@@ -50,8 +50,7 @@ def _matrices(model: Any) -> list[tuple[Any, Any]]:
 
 def _wrong_rows(model: Any) -> list[str]:
     """Compare local rows, and the assembled matrix, with the weights before they were sharded."""
-    from megatron_muon.mcore.pipeline_repairs import all_gather_rows
-    from megatron_muon.rows.megatron_fsdp import shard_group, tensor_shard_rows
+    from megatron_muon.rows.megatron_fsdp import shard_group
 
     wrong = []
     for param, part in _matrices(model):
@@ -61,7 +60,9 @@ def _wrong_rows(model: Any) -> list[str]:
             wrong.append(f"{part.name}: rows {start} to {stop}")
         group = shard_group(param)
         if group is not None:
-            gathered = all_gather_rows(param._local_tensor, tensor_shard_rows(param), group)
+            gathered = torch.zeros_like(whole)
+            gathered[start:stop] = param._local_tensor
+            dist.all_reduce(gathered, group=group)
             if not torch.equal(gathered, whole):
                 wrong.append(f"{part.name}: gathered")
     return wrong

@@ -14,11 +14,9 @@ from helpers import fused_linear
 from helpers.ranks import launch, run_ranks
 from helpers.repairs import without
 from helpers.toy_fsdp import build_gpt, run_backward, start_process_groups, wrap_gpt
-from helpers.toy_gpt import EP, HFSDP, ZERO, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import EP, HFSDP, ZERO, fsdp_toy_gpt, slow, toy_gpt
 
 pytestmark = pytest.mark.ranks
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # Adam, so that only upstream's own optimizer is under test; parity of Muon is in test_parity.py.
 # Several microbatches: three on four ranks, six on two.
 ADAM = tuple(

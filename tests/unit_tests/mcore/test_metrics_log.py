@@ -24,12 +24,3 @@ def test_metrics_are_written_at_the_interval_of_the_trainer(tmp_path):
         assert list(values) == [3, 6] == list(events["lm loss"]), name
         assert all(value > 0 for value in values.values())
     assert all(0.1 < value < 0.3 for value in ours["muon/update_rms"].values())
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "lion"])
-def test_metrics_of_other_optimizers_are_refused(optimizer):
-    """The flag for metrics is refused with other optimizers."""
-    run = launch(1, fsdp_toy_gpt(ZERO[3], "--optimizer", optimizer, "--muon-fsdp-log-metrics"))
-    assert run.exit_codes == [1]
-    said = "--muon-fsdp-log-metrics: expected --use-megatron-fsdp with --optimizer muon or adapti"
-    assert said in run.outputs[0] and f"got --optimizer {optimizer}" in run.outputs[0]

@@ -7,8 +7,6 @@ Rows of Megatron-FSDP v2 need a checkout of Megatron-LM's main: ``check_compat.p
 DIR`` runs them.
 """
 
-import functools
-
 import pytest
 from helpers.broken_optimizers import flip_rows_of_other_ranks, skip_newton_schulz
 from helpers.parity import (
@@ -43,13 +41,12 @@ from helpers.toy_gpt import (
     fsdp_toy_gpt,
     reference,
     relative_differences,
+    slow,
     toy_gpt,
     train,
 )
 
 pytestmark = pytest.mark.ranks
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 WHOLE = ("--muon-tp-mode", "distributed")
 EP_TP = (*EP, *TP, "--sequence-parallel", EXPERT_TP, "1")
 MOE_TP = (*MOE, *TP, "--sequence-parallel", EXPERT_TP, "2")

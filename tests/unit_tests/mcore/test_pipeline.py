@@ -25,6 +25,7 @@ from helpers.toy_gpt import (
     needs_flags,
     reference,
     relative_differences,
+    slow,
     train,
 )
 
@@ -32,9 +33,6 @@ from megatron_muon.mcore.checkpoint_state import layer_names
 from megatron_muon.mcore.pipeline_repairs import free_views
 
 pytestmark = pytest.mark.ranks
-
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAM_ON_V2 = (*V2, "--optimizer", "adam")
 
 
