@@ -58,7 +58,12 @@ FSDP_V2_TESTS = (
     "mcore/test_moved_adapters",
 )
 # Skipped by a release whose arguments lack the flag.
-V2_TESTS = ("mcore/test_fsdp_v2", "mcore/test_parity", "mcore/test_pipeline")
+V2_TESTS = (
+    "mcore/test_fsdp_v2",
+    "mcore/test_parity",
+    "mcore/test_pipeline",
+    "checkpoint/test_resume",
+)
 STEPS, SAVED_AT = 5, 2
 _FLAGS = (
     f"{SMALL_GPT} --num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --group-query-attention"

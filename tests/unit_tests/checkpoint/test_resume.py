@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from helpers.checkpoint_runs import (
     resumed_run,
     saved_run,
 )
+from helpers.parity import HIGH
 from helpers.ranks import Run
 from helpers.toy_gpt import (
     BF16,
@@ -44,12 +46,15 @@ from helpers.toy_gpt import (
     PP,
     TIED,
     TP,
+    V2,
     ZERO,
+    needs_flags,
     relative_differences,
     slow,
 )
 
 pytestmark = pytest.mark.ranks
+type Flags = tuple[str, ...]
 
 BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
 SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
@@ -84,6 +89,11 @@ def saved(tmp_path_factory) -> Callable[..., tuple[Run, Path]]:
     return train_and_save
 
 
+# Version 2, on a checkout of Megatron-LM's main.
+on_v2 = functools.partial(pytest.param, marks=needs_flags)
+EP_BF16 = (*EP, *BF16)
+# Dense layers in the first stage, experts in the second.
+EP_IN_ONE = (*PP, *EP, "--moe-layer-freq", "[0,1]")
 ADAMUON_EP = (*ADAMUON, *EP, *HFSDP)
 NORMUON_TP = (*NORMUON, *TP, *DROPOUT)
 SAME_WORLD = [
@@ -103,6 +113,10 @@ SAME_WORLD = [
     slow(4, 1, (*PP, *EP, *MIXED), id="stages_experts_in_one_ep2"),
     slow(4, 3, (*NO_MATRIX, *NORMUON), id="stages_without_matrix_normuon"),
     slow(8, 3, (*PP, *TP, *HFSDP), id="stages_tp2_hfsdp"),
+    on_v2(2, 3, (*V2, *HIGH), id="v2_fp32"),
+    on_v2(4, 3, (*V2, *EP_BF16), id="v2_ep2_bf16"),
+    on_v2(4, 3, (*V2, *PP, TIED, *HIGH), id="v2_tied"),
+    on_v2(4, 3, (*V2, *EP_IN_ONE, "--swiglu", *BF16), id="v2_experts_in_one_ep2_gated_bf16"),
 ]
 
 
@@ -122,6 +136,19 @@ def test_adam_with_stages_resumes(tmp_path):
     assert resumed.losses == first.losses[SAVED_AT:]
 
 
+def between_versions(before_size: int, before: Flags, size: int, flags: Flags, id: str) -> Any:
+    """Return a row of two runs of the same samples, in several microbatches with stages."""
+    num_samples = 8 if PP[0] in (*before, *flags) else 12
+    sides = []
+    for world_size, side in ((before_size, before), (size, flags)):
+        batch_size = 2 if num_samples == 8 else num_samples // world_size
+        batch = ("--global-batch-size", str(num_samples), "--micro-batch-size", str(batch_size))
+        sides.append((world_size, 3, (*side, *batch)))
+    # With experts a token may be routed elsewhere.
+    return on_v2(*sides, MOE_TOLERANCE if EP[0] in before else FP32_TOLERANCE, id=id)
+
+
+V2_HIGH, STAGES = (*V2, *HIGH), (*PP, *HIGH)
 Z3 = (4, 3, BF16_ON[4])
 TP_MIXED = (*MIXED, *TP, *SEQUENCE, "2")
 OTHER_BLOCKS = ("--muon-split-glu", "--muon-no-split-qkv")
@@ -142,6 +169,15 @@ OTHER_WORLD = [
     slow((4, 3, (*PP, *BF16)), (4, 2, (*NO_MATRIX, *BF16)), BF16_TOLERANCE, id="other_stages"),
     slow((2, 0, ()), (2, 1, OTHER_BLOCKS), None, id="to_other_blocks"),
     slow((2, 2, MIXED), (4, 3, TP_MIXED), None, id="tp1_to_tp2_etp2_blockwise"),
+    between_versions(2, V2_HIGH, 2, HIGH, id="v2_to_v1"),
+    between_versions(2, HIGH, 2, V2_HIGH, id="v1_to_v2"),
+    between_versions(2, V2_HIGH, 3, V2_HIGH, id="v2_to_3_ranks"),
+    between_versions(4, (*V2, *EP_BF16), 2, EP_BF16, id="v2_ep2_bf16_to_v1"),
+    between_versions(2, EP_BF16, 4, (*V2, *EP_BF16), id="v1_ep2_bf16_to_v2"),
+    between_versions(4, (*V2, *STAGES), 2, V2_HIGH, id="v2_two_stages_to_one"),
+    between_versions(2, V2_HIGH, 4, (*V2, *STAGES), id="v2_one_stage_to_two"),
+    between_versions(4, (*V2, *STAGES), 4, STAGES, id="v2_stages_to_v1"),
+    between_versions(4, STAGES, 4, (*V2, *STAGES), id="v2_stages_of_v1"),
 ]
 
 
@@ -170,14 +206,14 @@ def test_checkpoint_loads_on_other_ranks(before, after, tolerance, saved, tmp_pa
         assert max(differences) <= tolerance, differences
 
 
-STAGES = "with the model, the pipeline stages and the optimizer that saved it"
+OF_STAGES = "with the model, the pipeline stages and the optimizer that saved it"
 OUTPUT_LAYER = "model.module.output_layer.weight: expected"
 REFUSED = [
     # Of blocks that one rank has for itself.
     ((4, 1, NORMUON_TP), (2, 1, NORMUON), ["moment2_cols_tensor_rank_0_of_2: expected nothing"]),
     # The last of several stages has a copy under a name of its own.
-    ((4, 3, (*PP, TIED)), (2, 3, (TIED,)), [f"{OUTPUT_LAYER} nothing", STAGES]),
-    ((2, 3, (TIED,)), (4, 3, (*PP, TIED)), [f"{OUTPUT_LAYER} (96, 32)", STAGES]),
+    ((4, 3, (*PP, TIED)), (2, 3, (TIED,)), [f"{OUTPUT_LAYER} nothing", OF_STAGES]),
+    ((2, 3, (TIED,)), (4, 3, (*PP, TIED)), [f"{OUTPUT_LAYER} (96, 32)", OF_STAGES]),
 ]
 
 
