@@ -5,6 +5,7 @@
 import functools
 import json
 import os
+import pickle
 import shutil
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -95,6 +96,14 @@ def _truncate(path: Path, num_bytes: int = 100) -> None:
     os.truncate(path, path.stat().st_size - num_bytes)
 
 
+def _drop_a_chunk(path: Path) -> None:
+    """Leave a part of a tensor out of the table, which torch would not load, without an error."""
+    metadata = pickle.loads(path.read_bytes())
+    values = metadata.state_dict_metadata.values()
+    next(v for v in values if isinstance(v, TensorStorageMetadata)).chunks.pop()
+    path.write_bytes(pickle.dumps(metadata))
+
+
 def _write(text: str) -> Callable[[Path], object]:
     return lambda path: path.write_text(text)
 
@@ -105,6 +114,7 @@ NO_FORMAT = "expected the format fsdp_dtensor, got"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], bool, str]] = {
     "without_metadata": (TABLE, Path.unlink, True, f"{INNER}: expected a finished checkpoint"),
     "damaged_metadata": (TABLE, _truncate, True, ".metadata: expected the metadata of torch.dist"),
+    "without_a_chunk": (TABLE, _drop_a_chunk, True, "that do not fill it"),
     "torch_format": (TABLE, lambda p: p.rename(p.with_name("mp_rank_00")), True, NO_FORMAT),
     "torch_dist_format": (
         INNER,
