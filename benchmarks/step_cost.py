@@ -46,7 +46,7 @@ def build_optimizer(model: Any) -> Any:
     norms_as_on_a_gpu()
     clip_as_with_transformer_engine()
     # Named rates replace the rates of CPU ranks; the run sets the others.
-    others = ("num_ns_steps", "backends", "coefficient_type")
+    others = ("num_ns_steps", "backend", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
     cost_model = ",".join(f"{name}={value}" for name, value in rates.items())
     return build_muon(model, muon_fsdp_cost_model=cost_model)

@@ -89,17 +89,11 @@ class ExchangePlan:
         """Sets of ranks that split a matrix, ascending."""
         return tuple(sorted({owners for owners in self.owners if len(owners) > 1}))
 
-    def backend(self, index: int, block: int) -> str:
-        """Return the name of the backend that orthogonalizes a block of a matrix."""
-        blocks = self.matrices[index].blocks
-        return self.cost.backend_of(*blocks[block], len(self.owners[index]))
-
     def entries(self) -> list[str]:
         """Describe owners and buckets for comparison by ranks, a line a matrix."""
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         return [
-            f"{matrix.name} owners {owners} bucket {bucket_of.get(index, 'local')} "
-            f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
+            f"{matrix.name} owners {owners} bucket {bucket_of.get(index, 'local')}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
 

@@ -127,9 +127,8 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "newton_schulz": {
         "choices": get_args(BackendChoice),
         "help": "How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
-        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
-        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
-        "auto: for each shape the cheapest of them by the cost model.",
+        "gram: iterates on the Gram matrix and multiplies the matrix at the end, which costs less "
+        "for long matrices.",
     },
     "log_plan": {
         "action": "store_true",
@@ -156,9 +155,7 @@ class ExchangeSettings:
             results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for ``CostModel.parse()``.
         newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.
-            ``symmetric``, ``gram``: a cheaper way, see ``megatron_muon.newton_schulz``. ``auto``:
-            for every shape the cheapest of all by the cost model, as far as this machine can run
-            them.
+            ``gram``: fewer operations for long matrices, see ``megatron_muon.newton_schulz``.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             ``megatron_muon.plan.buckets``. For measuring other numbers; it has no flag.
         log_plan: Whether the first rank of a plan logs a line about it.

@@ -168,20 +168,6 @@ class Engine:
         for runner in self.runners:
             runner.connect()
 
-    def check_kernels(self) -> None:
-        """Compare custom kernels of backends with their reference in torch.
-
-        It runs once for each shape of this rank's stacks, without other ranks, and compiles the
-        kernels: otherwise the first step would wait for it.
-
-        Raises:
-            Exception: First error of a kernel: wrong results for a shape, or its own error.
-
-        Memory: one stack, and twice the workspace of Newton-Schulz for it, until it returns.
-        """
-        for runner in self.runners:
-            runner.check_kernels()
-
     @torch.no_grad()
     def orthogonalize(
         self, updates: Rows, results: Rows, overlap_fn: Callable[[], None] | None = None

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz import BACKENDS, CHOICES
 from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.cost import CostModel, gpu_rates
 from megatron_muon.plan.exchange_plan import (
@@ -25,7 +24,6 @@ from megatron_muon.runtime.agreement import (
     Domain,
     differences_between_ranks,
     first_line,
-    gather_objects,
     new_groups,
     own_rank,
     raise_where_any_rank_fails,
@@ -66,16 +64,14 @@ def build_engine(
     Raises:
         ValueError: bf16 messages with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
-            different plans, or when one of them lacks memory for the engine or a kernel for
-            Newton-Schulz.
+            different plans, or when one of them lacks memory for the engine.
 
     Communication: three flags over the job; per plan an all-gather of 8 bytes a rank, two hashes,
         and for every number of buckets that is tried an all-reduce of 8 bytes;
         a list of ranks as objects, and a new process group for each set of ranks that splits a
         matrix, in which one element is all-reduced. Per plan a collective sends one element to
-        each rank that it will send to, and one gathers an element from each replica. Another
-        backend of Newton-Schulz than ``standard`` needs one flag more, or lists of names; a limit
-        of staging memory one flag more.
+        each rank that it will send to, and one gathers one from each replica. A limit of staging
+        memory needs one flag more.
     """
     resolved = _resolve([each.domain for each in inputs], newton_schulz, settings, device)
     plans = _plan(inputs, resolved, max_num_plans or len(inputs), device)
@@ -83,12 +79,10 @@ def build_engine(
     groups = _parts_groups(plans, device)
 
     def build() -> Engine:
-        """Allocate and check kernels, which may fail on one rank."""
-        engine = Engine(
+        """Allocate, and compile the kernel that moves rows: either may fail on one rank."""
+        return Engine(
             plans, inputs, schedule, groups, newton_schulz, device=device, rows_device=rows_device
         )
-        engine.check_kernels()
-        return engine
 
     engine = on_all_ranks(build, settings, device)
     _connect(engine, device)
@@ -138,17 +132,15 @@ def _resolve(
 
     Raises:
         ValueError: bf16 messages with Newton-Schulz in fp32.
-        RuntimeError: On all ranks, when one cannot run the backend that was asked for.
 
-    Communication: where another backend than ``standard`` may run, a flag or a gather of objects
-        over the job. GPUs of one domain are expected to be the same model: ranks with different
-        rates are found when plans are compared.
+    GPUs of one domain are expected to be the same model: ranks with different rates are found when
+    plans are compared.
     """
     rates = dataclasses.replace(
         _rates(device),
         num_ns_steps=newton_schulz.steps,
         coefficient_type=newton_schulz.coefficient_type,
-        backends=_backends(newton_schulz, settings, device),
+        backend=settings.newton_schulz,
     )
     numbers = []
     for domain in domains:
@@ -181,29 +173,6 @@ def _rates(device: torch.device) -> CostModel:
     # On a CPU the kernel of a product, and so its last bits, depend on the size of a stack: on the
     # other matrices of a rank. Therefore its stacks are single matrices.
     return CostModel(stack_tiles=1)
-
-
-def _backends(
-    newton_schulz: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
-) -> tuple[str, ...]:
-    """Return the backends of the user's choice that all ranks can run, or raise on all ranks."""
-    choice = settings.newton_schulz
-    # The choice of the user decides about the collectives: all ranks know it.
-    if choice == "standard":
-        return CHOICES[choice]
-    problems = {name: BACKENDS[name].problems(newton_schulz, device) for name in CHOICES[choice]}
-    if choice == "auto":
-        usable = [name for name in problems if not problems[name]]
-        gathered = gather_objects(usable)
-        return tuple(name for name in usable if all(name in others for others in gathered))
-    raise_where_any_rank_fails(
-        [f"Newton-Schulz {name}: {each}" for name in problems for each in problems[name]],
-        None,
-        device,
-        "Use exchange.newton_schulz standard, or auto for what this machine can run. No "
-        "optimizer was built.",
-    )
-    return CHOICES[choice]
 
 
 def _plan(

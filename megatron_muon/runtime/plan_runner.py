@@ -188,9 +188,7 @@ class PlanRunner:
                 self.plan.dtypes.normalizes,
                 self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
-            # Chosen once: a step would choose before every stack, on the host.
-            backend = BACKENDS[self.plan.backend(part.matrix, part.block)]
-            yield StackTask(tensor, backend, args, part.owners, index)
+            yield StackTask(tensor, BACKENDS[self.plan.cost.backend], args, part.owners, index)
 
     def _message(
         self, message: Message | None, sends: torch.Tensor, receives: torch.Tensor
@@ -215,16 +213,6 @@ class PlanRunner:
         connect([message for message in messages if message is not None])
         if buckets and buckets[0].sections is not None:
             buckets[0].sections.connect()
-
-    def check_kernels(self) -> None:
-        """Check the backends of all shapes; see ``Engine.check_kernels()``."""
-        by_shape = {
-            (task.backend.name, task.tensor.shape, task.args.whole_shape): task
-            for bucket in self.buckets
-            for task in bucket.tasks
-        }
-        for task in by_shape.values():
-            task.check()
 
     def wait_for_leftovers(self) -> None:
         """Wait for collectives of a step that ended with an exception: they may use the memory."""

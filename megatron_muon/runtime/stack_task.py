@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz of one stack, and a method on its results."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -43,15 +42,6 @@ class StackTask:
             self.tensor.copy_(self.backend.run(rows, self.args))
         else:
             self.tensor.copy_(_checked(function(rows), rows, "newton_schulz"))
-
-    def check(self) -> None:
-        """Compare the backend with its reference; see ``Backend.check()``."""
-        # On this rank alone: if its kernel fails, others must not wait for it.
-        args = dataclasses.replace(self.args, parts_group=None)
-        dtype = torch.bfloat16 if args.is_normalized else self.tensor.dtype
-        # The memory of the stack itself exists in a step alone.
-        drawn = torch.empty(self.tensor.shape, dtype=dtype, device=self.tensor.device)
-        self.backend.check(drawn, args)
 
     def apply_method(self, values: torch.Tensor) -> None:
         """Call the method on the results.

@@ -76,7 +76,7 @@ def test_gpus_that_are_not_known_count_as_the_nearest():
     ("settings", "message"),
     [
         ({"comm_dtype": "fp8"}, "exchange.comm_dtype: expected one of .* got 'fp8'"),
-        ({"newton_schulz": "svd"}, "exchange.newton_schulz: expected one of .*'auto'.*, got 'svd'"),
+        ({"newton_schulz": "svd"}, "exchange.newton_schulz: expected one of .*'gram'.*, got 'svd'"),
         ({"staging_bytes": 0}, "exchange.staging_bytes: expected a positive .*, got 0"),
         ({"num_buckets": 0}, "exchange.num_buckets: expected a positive number, got 0"),
         ({"max_owners": 6}, "exchange.max_owners: expected a power of two, got 6"),
