@@ -132,7 +132,7 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
     "log_plan": {
         "action": "store_true",
-        "help": "Log a line for each plan: its ranks, matrices, buckets and estimated costs.",
+        "help": "Log a line for each plan: its ranks, matrices, buckets and staging memory.",
     },
 }
 
@@ -183,27 +183,17 @@ class ExchangeSettings:
                 raise ValueError(
                     f"exchange.{name}: expected one of {choices}, got {value!r}. Choose one."
                 )
-        if self.staging_bytes is not None and self.staging_bytes < 1:
-            raise ValueError(
-                "exchange.staging_bytes: expected a positive number of bytes, got "
-                f"{self.staging_bytes}. Leave it out for 5.5 GB."
-            )
-        if self.num_buckets is not None and self.num_buckets < 1:
-            raise ValueError(
-                "exchange.num_buckets: expected a positive number, got "
-                f"{self.num_buckets}. Leave it out."
-            )
+        for name in ("staging_bytes", "num_buckets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"exchange.{name}: expected a positive number, got {value}. Leave it out."
+                )
         # A power of two: parts are doubled until a matrix is short enough.
         if self.max_owners < 1 or self.max_owners & (self.max_owners - 1):
             raise ValueError(
                 f"exchange.max_owners: expected a power of two, got {self.max_owners}. Use 1 to "
                 "keep each matrix whole."
-            )
-        # The optimizer knows its number of steps; a second value here could only disagree.
-        if "num_ns_steps" in self.cost_model:
-            raise ValueError(
-                f"exchange.cost_model: expected rates of the machine, got {self.cost_model!r}. Set "
-                "num_ns_steps for the number of steps."
             )
         CostModel.parse(self.cost_model)
 

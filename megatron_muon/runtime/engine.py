@@ -31,7 +31,7 @@ from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import PlanInput, PlanRunner, profiler_range
-from megatron_muon.runtime.row_moves import Handle, RowMoves, Rows, Side, Tensors
+from megatron_muon.runtime.row_moves import Handle, Rows, Side, Tensors
 
 
 class Engine:
@@ -118,15 +118,17 @@ class Engine:
 
     def _find_completed(self) -> None:
         """Find the last moves of results to every shard: the order of a step never changes."""
-        last: dict[int, RowMoves] = {}
-        for kind, plan, number in self._actions:
+        completed: set[int] = set()
+        for kind, plan, number in reversed(self._actions):
             for moves in self.runners[plan].writes(kind, number):
-                for move in moves.moves:
-                    # In the order in which shards are completed.
-                    last.pop(move[4], None)
-                    last[move[4]] = moves
-        for number, moves in last.items():
-            moves.completed.append(self.handles[number - 1 - len(self.handles)])
+                targets = dict.fromkeys(move[4] for move in moves.moves)
+                # Shards of results come after all shards of updates, which count from 1.
+                moves.completed = [
+                    self.handles[target - 1 - len(self.handles)]
+                    for target in targets
+                    if target not in completed
+                ]
+                completed.update(targets)
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step: arena and workspace. The arena stays until the step ends.

@@ -222,7 +222,6 @@ class PlanRunner:
 
     def writes(self, kind: str, number: int) -> list[RowMoves]:
         """Return the moves of results to shards in an action; at most one."""
-        number += len(self.plan.buckets) * (kind == "local_matrices")
         tables = {"local_matrices": "stay", "start_scatter": "stay", "finish_scatter": "arrive"}
         return [self.buckets[number].moves[tables[kind]]] if kind in tables else []
 
@@ -266,8 +265,6 @@ class PlanRunner:
 
     def local_matrices(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and write the results."""
-        # Stacks of local matrices come after the buckets, with empty messages.
-        number += len(self.plan.buckets)
         self.orthogonalize(number)
         return self._write(self.buckets[number].moves["stay"])
 

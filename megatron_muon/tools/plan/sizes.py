@@ -14,9 +14,9 @@ from typing import NamedTuple
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Ranks
 from megatron_muon.plan.routes import (
-    nearest_holder,
     routes_of,
     section_size,
+    source_of,
     stack_elements,
 )
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
@@ -62,7 +62,7 @@ class SizeCounter:
         for index in indices:
             for holders, part, elements in self._overlaps_of(index):
                 owner = plan.owners[index][part]
-                source = nearest_holder(holders, owner, plan.cost)
+                source = source_of(holders, owner)
                 if source != owner:
                     rows.add(source, owner, elements, plan.cost.is_on_one_node((source, owner)))
                 if len(holders) > 1 or source != owner:
@@ -107,7 +107,7 @@ class SizeCounter:
         if key not in self._overlaps:
             elements: Counter[tuple[Ranks, int]] = Counter()
             # Parts by position, as if the first ranks owned the matrix.
-            for route in routes_of(index, matrix, tuple(range(num_parts)), plan.cost):
+            for route in routes_of(index, matrix, tuple(range(num_parts))):
                 elements[route.holders, route.owner] += route.num_elements
             self._overlaps[key] = [(*cell, count) for cell, count in elements.items()]
         return self._overlaps[key]

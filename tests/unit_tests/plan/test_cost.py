@@ -82,7 +82,7 @@ def test_gpus_that_are_not_known_count_as_the_nearest():
         ({"max_owners": 6}, "exchange.max_owners: expected a power of two, got 6"),
         ({"cost_model": "speed=3"}, "cost model: expected name=value with .*, got 'speed=3'"),
         ({"cost_model": "tflops=fast"}, "got 'tflops=fast'"),
-        ({"cost_model": "num_ns_steps=7"}, "Set num_ns_steps"),
+        ({"cost_model": "num_ns_steps=7"}, "expected name=value .*, got 'num_ns_steps=7'"),
         ({"cost_model": "gbps=0"}, "cost model: expected a positive, finite gbps, got 0"),
     ],
 )
