@@ -172,7 +172,9 @@ def tasks(runner: Any) -> Iterator[tuple[int, tuple[int, int], int]]:
     """Yield, by stack of a runner, its matrices, the shape of a whole one, and its parts."""
     for bucket in runner.buckets:
         for task in bucket.tasks:
-            yield task.tensor.shape[0], task.args.whole_shape, len(task.owners)
+            group = task.args.parts_group
+            parts = 1 if group is None else dist.get_world_size(group)
+            yield task.tensor.shape[0], task.args.whole_shape, parts
 
 
 COLUMNS = {

@@ -125,8 +125,9 @@ class CostModel:
         Launches are shared by a full stack. Owners of ``num_parts`` equal parts of the longer side,
         on one node or not, all-reduce the Gram matrix of the shorter side in 2 bytes an element.
         """
-        costs_ns = self.costs_ns(num_rows, num_cols, num_parts, on_node=on_node)
-        products, launches, all_reduces = costs_ns
+        products, launches, all_reduces = self.costs_ns(
+            num_rows, num_cols, num_parts, on_node=on_node
+        )
         return products + launches // self.stack_size(num_rows, num_cols) + all_reduces
 
     def costs_ns(

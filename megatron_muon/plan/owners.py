@@ -84,7 +84,7 @@ class _Placing:
         """Choose the owners of a matrix."""
         held, ranks = matrix.elements_by_rank, matrix.ranks
         if num_parts > 1:
-            # Sets tile nodes. Rejected: ties go to the largest holders. It sends 0.5 % less.
+            # Sets tile nodes. Rejected: ties go to the largest holders. It sends up to 2 % less.
             owners: Ranks = min(
                 (ranks[i : i + num_parts] for i in range(0, len(ranks) - num_parts + 1, num_parts)),
                 key=lambda owners: (

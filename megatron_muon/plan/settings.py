@@ -58,11 +58,6 @@ class CommDtypes:
         return "float32" if "float32" in (self.gather_dtype, self.scatter_dtype) else "bfloat16"
 
     @property
-    def stack_bytes(self) -> int:
-        """Bytes per element in a stack."""
-        return DTYPE_BYTES[self.stack_dtype]
-
-    @property
     def of_buffers(self) -> tuple[DTypeName, ...]:
         """Dtypes of the buffers of a bucket; see ``BucketSizes``."""
         gather, scatter = self.gather_dtype, self.scatter_dtype

@@ -158,18 +158,6 @@ class Engine:
         for runner in self.runners:
             runner.wait_for_leftovers()
 
-    def connect(self) -> None:
-        """Connect the ranks that will exchange; called on all ranks together.
-
-        NCCL connects two ranks when they first send to each other, and needs memory for it. In the
-        first step this would be slow, and might fail after hours of loading.
-
-        Communication: per plan one element to every rank that this one will send to, and one from
-            every replica to the others.
-        """
-        for runner in self.runners:
-            runner.connect()
-
     @torch.no_grad()
     def orthogonalize(
         self, updates: Rows, results: Rows, overlap_fn: Callable[[], None] | None = None

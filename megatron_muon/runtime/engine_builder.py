@@ -72,7 +72,7 @@ def build_engine(
     # One number for all nodes, in all domains.
     ranks_per_node = inputs[0].domain.ranks_per_node if inputs else None
     resolved = _resolve(ranks_per_node, newton_schulz, settings, device)
-    plans = _plan(inputs, resolved.staging_budget(max_num_plans or max(1, len(inputs))), device)
+    plans = _plan(inputs, resolved.staging_budget(max_num_plans or len(inputs) or 1), device)
     schedule = _schedule(plans, settings.staging_bytes, device)
     groups = _parts_groups(plans, device)
 
@@ -85,7 +85,8 @@ def build_engine(
     engine = on_all_ranks(build, settings, device)
     # Not on all ranks: the others would be in a collective that this rank has left. Waiting for
     # them would only hide its error until a timeout.
-    engine.connect()
+    for runner in engine.runners:
+        runner.connect()
     return engine
 
 

@@ -188,7 +188,7 @@ class PlanRunner:
                 self.plan.dtypes.normalizes,
                 self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
-            yield StackTask(tensor, BACKENDS[self.plan.cost.backend], args, part.owners, index)
+            yield StackTask(tensor, BACKENDS[self.plan.cost.backend], args, index)
 
     def _message(
         self, message: Message | None, sends: torch.Tensor, receives: torch.Tensor
@@ -207,7 +207,14 @@ class PlanRunner:
         return max((task.workspace_bytes for task in tasks), default=0)
 
     def connect(self) -> None:
-        """Connect the ranks that will exchange; see ``Engine.connect()``."""
+        """Connect the ranks that will exchange; called on all ranks together.
+
+        NCCL connects two ranks when they first send to each other, and needs memory for it. In the
+        first step this would be slow, and might fail after hours of loading.
+
+        Communication: one element to every rank that this one will send to, and one from every
+            replica to the others.
+        """
         buckets = self.buckets[: len(self.plan.buckets)]
         messages = (message for b in buckets for message in (b.gather, b.scatter))
         connect([message for message in messages if message is not None])

@@ -21,14 +21,12 @@ class StackTask:
         tensor: ``(num_matrices, rows, cols)``.
         backend: Backend of Newton-Schulz.
         args: Arguments of the backend.
-        owners: Ranks that orthogonalize it together.
         state_index: Indices of a method's state among all values of the plan; None without one.
     """
 
     tensor: torch.Tensor
     backend: Backend
     args: NewtonSchulzArgs
-    owners: tuple[int, ...]
     state_index: torch.Tensor | None = None
 
     def run(self) -> None:

@@ -19,6 +19,7 @@ from megatron_muon.plan.routes import (
     source_of,
     stack_elements,
 )
+from megatron_muon.plan.settings import DTYPE_BYTES
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
 
 # Holders of a shard, position of a part among the owners, elements of the shard in the part.
@@ -91,11 +92,11 @@ class SizeCounter:
         plan = self.plan
         by_bucket = [self.sizes(bucket) for bucket in plan.buckets]
         local = plan.stacks(plan.local)
-        nothing = BucketSizes(0, 0, 0, 0, 0)
+        nothing, width = BucketSizes(0, 0, 0, 0, 0), DTYPE_BYTES[plan.dtypes.stack_dtype]
         return {
             rank: PlanStaging(
                 tuple(sizes.get(rank, nothing).in_bytes(plan.dtypes) for sizes in by_bucket),
-                max(map(stack_elements, local.get(rank, ())), default=0) * plan.dtypes.stack_bytes,
+                max(map(stack_elements, local.get(rank, ())), default=0) * width,
             )
             for rank in set(local).union(*by_bucket)
         }
