@@ -72,6 +72,9 @@ def count_step() -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 
+    from megatron_muon.runtime import row_moves
+
+    row_moves.uses_kernel = lambda device: True
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
