@@ -25,8 +25,7 @@ import torch.distributed as dist
 from large_jobs import JOBS, Completed, Job, busiest_rank
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_muon.newton_schulz import BACKENDS, CHOICES
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.settings import PlanSettings
 
@@ -122,16 +121,14 @@ def kind_of(kernel: str) -> str:
     name = kernel.lower()
     if name == "_move":
         return "rows"
-    if any(part in name for part in ("gemm", "nvjet", "cutlass", "syrk", "cublas", "splitk")):
+    if any(part in name for part in ("gemm", "nvjet", "cutlass", "cublas", "splitk")):
         return "products"
     return "others"
 
 
 def measure(job: Job, choice: str, roof: Roof, device: torch.device) -> dict[str, Any]:
-    """Time the busiest rank of a job with a choice of backends."""
-    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0, 1.0))
-    usable = [name for name in CHOICES[choice] if not BACKENDS[name].problems(settings, device)]
-    cost = CostModel(backends=tuple(usable))
+    """Time the busiest rank of a job with a backend."""
+    cost = CostModel(backend=choice)
     messages = Messages(device)
     sent = dist.all_to_all_single, dist.all_reduce
     with busiest_rank(job, device, PlanSettings(cost)) as (engine, rows):
@@ -175,7 +172,9 @@ def tasks(runner: Any) -> Iterator[tuple[int, tuple[int, int], int]]:
     """Yield, by stack of a runner, its matrices, the shape of a whole one, and its parts."""
     for bucket in runner.buckets:
         for task in bucket.tasks:
-            yield task.tensor.shape[0], task.args.whole_shape, len(task.owners)
+            group = task.args.parts_group
+            parts = 1 if group is None else dist.get_world_size(group)
+            yield task.tensor.shape[0], task.args.whole_shape, parts
 
 
 COLUMNS = {
@@ -194,7 +193,7 @@ def main() -> int:
     """Measure, print a table, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=["llama3-8b-64", "qwen3-30b-64"])
-    parser.add_argument("--newton-schulz", nargs="+", choices=CHOICES, default=["standard", "auto"])
+    parser.add_argument("--newton-schulz", nargs="+", choices=BACKENDS, default=[*BACKENDS])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     device = torch.device("cuda", 0)

@@ -102,7 +102,7 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
                     shape = (matrix.elements_by_rank[rank] // cols, cols)
                     handles[index] = (number, index)
                     rows[number, index] = torch.empty(shape, device=device)
-            owners = {ranks for ranks in plan.sets_of_owners if rank in ranks}
+            owners = {ranks for ranks in plan.owners if len(ranks) > 1 and rank in ranks}
             groups |= {ranks: dist.new_group(list(ranks)) for ranks in sorted(owners)}
             domain = Domain(plan.ranks, dist.new_group(plan.ranks), None)
             inputs.append(PlanInput(domain, plan.matrices, handles, None))

@@ -66,14 +66,13 @@ def seconds_of(name: str, stack: torch.Tensor, args: NewtonSchulzArgs) -> float:
 def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[str, Any]:
     """Return seconds and ratios of each backend for a matrix of a shape."""
     stack, args = stack_of(shape, 1, device, device.type == "cuda")
-    seconds: dict[str, list[float]] = {name: [] for name in _usable(args, device)}
+    seconds: dict[str, list[float]] = {name: [] for name in BACKENDS}
     # The first round chooses kernels, and compiles them.
     for _ in range(rounds + 1):
         for name, times in seconds.items():
             times.append(seconds_of(name, stack, args))
-    cost = CostModel()
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-    flops = {name: cost.work(*shape, 1, name).flops for name in seconds}
+    flops = {name: CostModel(backend=name).work(*shape).flops for name in seconds}
     return {
         "shape": list(shape),
         "standard_ms": medians["standard"] * 1e3,
@@ -87,7 +86,7 @@ def stacked_tflops(shape: tuple[int, int], size: int, rounds: int, device: torch
     """Return the TFLOP/s of the standard steps in a stack of some size."""
     stack, args = stack_of(shape, size, device, device.type == "cuda")
     seconds = [seconds_of("standard", stack, args) for _ in range(rounds + 1)]
-    flops = size * CostModel().work(*shape, 1, "standard").flops
+    flops = size * CostModel().work(*shape).flops
     return flops / statistics.median(seconds[1:]) / 1e12
 
 
@@ -95,7 +94,7 @@ def memory(shape: tuple[int, int]) -> dict[str, float]:
     """Return the peak of each backend on a CPU over the bytes of a normalized matrix."""
     stack, args = stack_of(shape, 1, torch.device("cpu"), is_bf16=True)
     found = {}
-    for name in _usable(args, stack.device):
+    for name in BACKENDS:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             BACKENDS[name].run(stack, args)
         events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -108,15 +107,6 @@ def memory(shape: tuple[int, int]) -> dict[str, float]:
     return found
 
 
-def _usable(args: NewtonSchulzArgs, device: torch.device) -> list[str]:
-    sides = sorted(args.whole_shape)
-    return [
-        name
-        for name, backend in BACKENDS.items()
-        if backend.takes(*sides) and not backend.problems(args.settings, device)
-    ]
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -124,8 +114,7 @@ def _wait(device: torch.device) -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures as Markdown."""
-    names = [name for name in BACKENDS if any(name in row["over_standard"] for row in rows)]
-    others = [name for name in names if name != "standard"]
+    others = [name for name in BACKENDS if name != "standard"]
     lines = [
         "| shape | standard, ms | TFLOP/s | "
         + " | ".join(f"{name} / standard: time | operations" for name in others)
@@ -135,9 +124,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         cells = [f"{row['standard_ms']:.2f}", f"{row['standard_tflops']:.3g}"]
         for name in others:
-            ratio = row["over_standard"].get(name)
-            cells.append(f"{ratio:.2f}" if ratio else "")
-            cells.append(f"{row['operations_over_standard'][name]:.2f}" if ratio else "")
+            cells.append(f"{row['over_standard'][name]:.2f}")
+            cells.append(f"{row['operations_over_standard'][name]:.2f}")
         lines.append(f"| {row['shape'][0]} x {row['shape'][1]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

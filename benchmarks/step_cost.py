@@ -46,7 +46,7 @@ def build_optimizer(model: Any) -> Any:
     norms_as_on_a_gpu()
     clip_as_with_transformer_engine()
     # Named rates replace the rates of CPU ranks; the run sets the others.
-    others = ("num_ns_steps", "backends", "coefficient_type")
+    others = ("num_ns_steps", "backend", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
     cost_model = ",".join(f"{name}={value}" for name, value in rates.items())
     return build_muon(model, muon_fsdp_cost_model=cost_model)
@@ -72,6 +72,9 @@ def count_step() -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 
+    from megatron_muon.runtime import row_moves
+
+    row_moves.uses_kernel = lambda device: True
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)

@@ -159,7 +159,7 @@ class MuonArguments:
             ``unit_rms_norm`` (``spectral_unclamped`` in torch), ``match_adamw`` (``spectral`` times
             0.2, the update size of AdamW), or ``none``.
         extra_scale_factor: Another factor of results.
-        use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
+        use_syrk: Must be False; see ``exchange.newton_schulz``.
         exchange: Settings of the exchange; None for the defaults.
         process_group: Ranks with copies of this rank's plain tensors, as under DDP.
         tensor_group: Ranks with the other shards of plain tensors with a ``partition_dim`` of 0 or
@@ -260,7 +260,7 @@ class MuonArguments:
         if self.use_syrk:
             problems.append(
                 "use_syrk: expected False, got True. Pass "
-                'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
+                'exchange=ExchangeSettings(newton_schulz="gram") for fewer operations'
             )
         problems += method_problems(self.adaptive, self.weight_decay_method)
         if problems:

@@ -63,8 +63,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
     defaults = dataclasses.asdict(ExchangeSettings())
-    # None if the flag is absent: --muon-use-syrk may then choose.
-    defaults["newton_schulz"] = None
     for name, settings in EXCHANGE_FLAGS.items():
         flag = "--muon-fsdp-" + name.replace("_", "-")
         group.add_argument(flag, default=defaults[name], **settings)

@@ -190,7 +190,7 @@ class _ChildBuilder:
         config = self.config
         to_kwargs = _EMERGING_OPTIMIZERS[config.optimizer].config_to_kwargs
         kwargs = to_kwargs(config, self.model_chunks, self.groups)
-        # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
+        # Later releases pass on --muon-use-syrk, which is refused.
         kwargs.pop("use_syrk", None)
         # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
         kwargs["split_qkv"] = True

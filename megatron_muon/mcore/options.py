@@ -26,8 +26,7 @@ class MuonOptions:
         muon_fsdp_staging_bytes: Bytes.
         muon_fsdp_max_owners: Ranks per matrix.
         muon_fsdp_cost_model: Rates of the machine.
-        muon_fsdp_newton_schulz: None for ``symmetric`` with ``muon_use_syrk``, a field of later
-            releases of Megatron-LM, and otherwise ``standard``.
+        muon_fsdp_newton_schulz: ``standard`` or ``gram``.
         muon_fsdp_log_plan: Whether the first rank of a plan logs a line about it.
         muon_fsdp_offload_momentum: Whether momentum is in pinned CPU memory between steps.
         muon_fsdp_log_metrics: Whether metrics go to TensorBoard and W&B.
@@ -44,7 +43,7 @@ class MuonOptions:
     muon_fsdp_staging_bytes: int | None = None
     muon_fsdp_max_owners: int = ExchangeSettings.max_owners
     muon_fsdp_cost_model: str = ""
-    muon_fsdp_newton_schulz: BackendChoice | None = None
+    muon_fsdp_newton_schulz: BackendChoice = "standard"
     muon_fsdp_log_plan: bool = False
     muon_fsdp_offload_momentum: bool = False
     muon_fsdp_log_metrics: bool = False
@@ -60,10 +59,7 @@ class MuonOptions:
     def of(cls, source: Any) -> Self:
         """Read the options from the attributes of an object; absent ones have their defaults."""
         names = [field.name for field in fields(MuonOptions) if hasattr(source, field.name)]
-        options = cls(**{name: getattr(source, name) for name in names})
-        if options.muon_fsdp_newton_schulz is None and getattr(source, "muon_use_syrk", False):
-            options.muon_fsdp_newton_schulz = "symmetric"
-        return options
+        return cls(**{name: getattr(source, name) for name in names})
 
     @property
     def exchange(self) -> ExchangeSettings:
@@ -72,9 +68,8 @@ class MuonOptions:
         Raises:
             ValueError: See ``ExchangeSettings``.
         """
-        settings = {name: getattr(self, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
         return ExchangeSettings(
-            **{**settings, "newton_schulz": self.muon_fsdp_newton_schulz or "standard"}
+            **{name: getattr(self, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
         )
 
     @property

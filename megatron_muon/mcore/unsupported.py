@@ -171,6 +171,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "Megatron offers it, but torch has no such precision",
         "use medium or high",
     ),
+    # A flag of later releases.
+    Unsupported(
+        "--muon-use-syrk",
+        "muon_use_syrk",
+        "the kernel of upstream's Muon saves less than 0.5 % of an iteration here",
+        "drop it, or use --muon-fsdp-newton-schulz gram",
+    ),
     Unsupported(
         "GTP weight rematerialization",
         lambda s: _has_several(s, "gtp_weight_remat_size"),

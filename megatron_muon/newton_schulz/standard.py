@@ -12,7 +12,7 @@ shape.
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.backend import Backend, FlopCount, NewtonSchulzArgs
 
@@ -21,19 +21,14 @@ if TYPE_CHECKING:
 
 
 class Standard(Backend):
-    """Three products per step: X X^T, its square, and their sum times X.
-
-    Attributes:
-        flops_of_step: Operations of a step, in units of ``m n^2`` and of ``n^3``.
-    """
+    """Three products per step: X X^T, its square, and their sum times X."""
 
     name = "standard"
-    flops_of_step: ClassVar[tuple[int, int]] = (4, 2)
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
         """Count the work of one owner; see ``Backend.work()``. Splitting only divides m."""
-        steps, (long, square) = sum(segments), self.flops_of_step
-        return FlopCount(steps * (long * m / num_parts * n * n + square * n**3), 3 * steps, steps)
+        steps = sum(segments)
+        return FlopCount(steps * (4 * m / num_parts * n * n + 2 * n**3), 3 * steps, steps)
 
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack; see ``Backend.run()``."""

@@ -64,7 +64,7 @@ How a plan is made, once, at construction
     compare a hash of all owners and buckets between ranks, as one of all layouts before
 
     # rank_plan.py, for one rank:
-    routes   = every rectangle of a shard and a part, from its nearest holder to the owner
+    routes   = every rectangle of a shard and a part, from one of its holders to the owner
     messages = routes by sender and receiver; the scatter sends the same routes back
     stacks   = its parts by shape
     moves    = tables of integers: rectangles between shards, messages and stacks

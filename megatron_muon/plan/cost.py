@@ -41,8 +41,7 @@ class CostModel:
         num_ns_steps: Newton-Schulz steps.
         stack_tiles: Tiles of 128 x 128 that fill a rank's multiprocessors. Matrices of one shape
             are stacked until their Gram matrices have about this many; 1 stacks nothing.
-        backends: Names of the available backends of Newton-Schulz; a matrix uses the fastest.
-            ``standard`` is among them for shapes that the others do not support.
+        backend: Name of the backend of Newton-Schulz.
         coefficient_type: Coefficients of the steps; they decide the restarts of the Gram form.
 
     Raises:
@@ -69,7 +68,7 @@ class CostModel:
     # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. On the H200 larger stacks
     # of 1536 and 2048 gained 10 % at most, and stacks of 4096 nothing (docs/gpus.md).
     stack_tiles: int = 1024
-    backends: tuple[str, ...] = ("standard",)
+    backend: str = "standard"
     coefficient_type: str = "quintic"
 
     def __post_init__(self) -> None:
@@ -105,64 +104,37 @@ class CostModel:
         return dataclasses.replace(base or cls(), **changes)  # type: ignore[arg-type]
 
     def stack_size(self, num_rows: int, num_cols: int) -> int:
-        """Return the maximum number of matrices of a shape in a stack: a power of two."""
-        num_tiles = -(-min(num_rows, num_cols) // _TILE)
-        num_tiles *= num_tiles
-        size = 1
-        # The power of two that is nearest to stack_tiles / num_tiles, in integers.
-        while size < _MAX_STACK_SIZE and self.stack_tiles**2 >= 2 * (size * num_tiles) ** 2:
-            size *= 2
-        while size > 1 and size * num_rows * num_cols > _MAX_STACK_NUMEL:
-            size //= 2
-        return size if self.stack_tiles > 1 else 1
+        """Return the most matrices of a shape in one stack: a power of two, if memory allows it."""
+        num_tiles = (-(-min(num_rows, num_cols) // _TILE)) ** 2
+        nearest = 2 ** round(math.log2(max(1.0, self.stack_tiles / num_tiles)))
+        return max(1, min(nearest, _MAX_STACK_SIZE, _MAX_STACK_NUMEL // (num_rows * num_cols)))
 
-    def work(
-        self, num_rows: int, num_cols: int, num_parts: int = 1, backend: str = "standard"
-    ) -> FlopCount:
-        """Count the work of a backend on one part of a matrix."""
+    def work(self, num_rows: int, num_cols: int, num_parts: int = 1) -> FlopCount:
+        """Count the work of the backend on one part of a matrix."""
         n, m = sorted((num_rows, num_cols))
         segments = segments_of(self.coefficient_type, self.num_ns_steps)
-        return BACKENDS[backend].work(n, m, segments, num_parts)
-
-    def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
-        """Return the fastest of ``backends`` for a shape and a number of owners.
-
-        All owners of a shape get the same one, wherever they are.
-        """
-        n, m = sorted((num_rows, num_cols))
-        # min() keeps the first of equals, the preferred one.
-        return min(
-            (name for name in self.backends if BACKENDS[name].takes(n, m, num_parts)),
-            key=lambda name: self._matrix_ns(num_rows, num_cols, num_parts, name),
-        )
+        return BACKENDS[self.backend].work(n, m, segments, num_parts)
 
     # Models have few shapes, and thousands of matrices.
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - cost models are few, and hashable
     def newton_schulz_ns(
         self, num_rows: int, num_cols: int, num_parts: int = 1, *, on_node: bool = True
     ) -> int:
-        """Estimate the time of a matrix on an owner, with the fastest backend.
+        """Estimate the time of a matrix on an owner.
 
         Launches are shared by a full stack. Owners of ``num_parts`` equal parts of the longer side,
         on one node or not, all-reduce the Gram matrix of the shorter side in 2 bytes an element.
         """
-        backend = self.backend_of(num_rows, num_cols, num_parts)
-        return self._matrix_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
-
-    def _matrix_ns(
-        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool = True
-    ) -> int:
         products, launches, all_reduces = self.costs_ns(
-            num_rows, num_cols, num_parts, backend, on_node=on_node
+            num_rows, num_cols, num_parts, on_node=on_node
         )
-        stack_size = self.stack_size(num_rows, num_cols) if BACKENDS[backend].is_batched else 1
-        return products + launches // stack_size + all_reduces
+        return products + launches // self.stack_size(num_rows, num_cols) + all_reduces
 
     def costs_ns(
-        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
+        self, num_rows: int, num_cols: int, num_parts: int, *, on_node: bool
     ) -> tuple[int, int, int]:
         """Estimate products, launches and all-reduces of one part of a matrix."""
-        work = self.work(num_rows, num_cols, num_parts, backend)
+        work = self.work(num_rows, num_cols, num_parts)
         # Parts run at the rate of the whole: their Gram matrix has as many tiles.
         n = min(num_rows, num_cols)
         flops_per_ns = self.tflops * 1e3 * n / (n + self.half_rate_side)
@@ -197,11 +169,11 @@ _MAY_BE_ZERO = ("kernel_us", "all_reduce_us", "collective_us", "half_rate_side")
 
 def _rates() -> dict[str, type[int] | type[float]]:
     """Return the types of the rates, by name."""
-    # From the fields: a new rate needs no new code.
+    # From the fields: a new rate needs no new code. The others are settings of the optimizer.
     return {
         field.name: int if isinstance(field.default, int) else float
         for field in dataclasses.fields(CostModel)
-        if field.name not in ("backends", "coefficient_type")
+        if field.name not in ("num_ns_steps", "backend", "coefficient_type")
     }
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from megatron_muon.plan.buckets import Buckets, bucket_choices
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Ranks
 from megatron_muon.plan.owners import choose_owners
-from megatron_muon.plan.routes import Part, Route, Stack, parts_of, routes_of
+from megatron_muon.plan.routes import Part, Stack, parts_of
 from megatron_muon.plan.settings import CommDtypes, PlanSettings
 
 
@@ -27,7 +27,6 @@ class ExchangePlan:
     Args:
         matrices: Layouts, in parameter order.
         owners: Owners by matrix.
-        load_ns: By rank, Newton-Schulz of its matrices, in this plan and in earlier ones.
         cost: Rates of the machine, and sizes of stacks.
         dtypes: Dtypes of rows and results.
         local: Indices of the local matrices, ascending.
@@ -37,7 +36,6 @@ class ExchangePlan:
 
     matrices: tuple[MatrixLayout, ...]
     owners: tuple[Ranks, ...]
-    load_ns: Mapping[int, int]
     cost: CostModel
     dtypes: CommDtypes
     local: tuple[int, ...]
@@ -49,17 +47,6 @@ class ExchangePlan:
         """Ranks that join the collectives of the plan, ascending."""
         # Most matrices have one tuple of ranks: thousands of them are walked once.
         return tuple(sorted(set().union(*{matrix.ranks for matrix in self.matrices})))
-
-    def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
-        """Yield the routes of a matrix, or only the routes with a given holder."""
-        return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
-
-    @cached_property
-    def has_replicas(self) -> bool:
-        """Whether several ranks hold the same rows."""
-        # Equal layers share their regions.
-        tilings = {id(matrix.regions): matrix.regions for matrix in self.matrices}.values()
-        return any(len(region.holders) > 1 for regions in tilings for region in regions)
 
     def stacks(self, indices: Iterable[int]) -> dict[int, list[Stack]]:
         """Return the stacks of some matrices by owner, in the order of the step."""
@@ -84,22 +71,11 @@ class ExchangePlan:
             owned.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0][:2]))
         return stacks
 
-    @cached_property
-    def sets_of_owners(self) -> tuple[Ranks, ...]:
-        """Sets of ranks that split a matrix, ascending."""
-        return tuple(sorted({owners for owners in self.owners if len(owners) > 1}))
-
-    def backend(self, index: int, block: int) -> str:
-        """Return the name of the backend that orthogonalizes a block of a matrix."""
-        blocks = self.matrices[index].blocks
-        return self.cost.backend_of(*blocks[block], len(self.owners[index]))
-
     def entries(self) -> list[str]:
         """Describe owners and buckets for comparison by ranks, a line a matrix."""
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         return [
-            f"{matrix.name} owners {owners} bucket {bucket_of.get(index, 'local')} "
-            f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
+            f"{matrix.name} owners {owners} bucket {bucket_of.get(index, 'local')}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
 
@@ -121,8 +97,6 @@ def plan_matrices(
     matrices: Sequence[MatrixLayout],
     settings: PlanSettings,
     fullest_bytes: Callable[[ExchangePlan], int],
-    *,
-    load_ns: Mapping[int, int],
 ) -> ExchangePlan:
     """Plan the matrices of a domain, listed in the same order on all of its ranks.
 
@@ -132,19 +106,18 @@ def plan_matrices(
             no number of buckets fits, the plan needs more.
         fullest_bytes: Returns the staging memory of the fullest rank for some buckets; in a run the
             maximum of all ranks, which plan together.
-        load_ns: Time that ranks of the domain spend on other matrices.
     """
     # Nothing here depends on the rank that builds the plan: all ranks must get the same.
-    assignment = choose_owners(matrices, settings, load_ns)
+    all_owners = choose_owners(matrices, settings)
     local: list[int] = []
     exchanged: list[int] = []
-    for index, (matrix, owners) in enumerate(zip(matrices, assignment.owners, strict=True)):
+    for index, (matrix, owners) in enumerate(zip(matrices, all_owners, strict=True)):
         # Not "all rows are on the owners": a matrix that is split over just the ranks that hold its
         # replicas still exchanges parts.
         is_local = len(owners) == 1 and all(region.holders == owners for region in matrix.regions)
         (local if is_local else exchanged).append(index)
-    plan = ExchangePlan(tuple(matrices), *assignment, settings.cost, settings.dtypes, tuple(local))
-    for buckets in bucket_choices(exchanged, matrices, assignment.owners, settings):
+    plan = ExchangePlan(tuple(matrices), all_owners, settings.cost, settings.dtypes, tuple(local))
+    for buckets in bucket_choices(exchanged, matrices, all_owners, settings):
         plan = dataclasses.replace(plan, buckets=buckets)
         plan = dataclasses.replace(plan, staging_bytes=fullest_bytes(plan))
         if plan.staging_bytes <= settings.staging_bytes:

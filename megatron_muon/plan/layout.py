@@ -148,14 +148,7 @@ def _elements_by_rank(regions: tuple[Region, ...]) -> dict[int, int]:
     return elements
 
 
-class RowRange(NamedTuple):
-    """Consecutive rows ``[start, stop)``."""
-
-    start: int
-    stop: int
-
-
-def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[RowRange]]:
+def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[range]]:
     """Return the row ranges of every block of a matrix, one per query group.
 
     Args:
@@ -166,8 +159,7 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
     Raises:
         ValueError: The rows are not a whole number of query groups.
     """
-    if split_shapes is None:
-        return [[RowRange(0, num_rows)]]
+    split_shapes = split_shapes or (num_rows,)
     group_rows = sum(split_shapes)
     if num_rows % group_rows:
         raise ValueError(
@@ -177,7 +169,7 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
     # Fused QKV interleaves: the rows of one query group are query, key, value, then the next group.
     firsts = itertools.accumulate(split_shapes, initial=0)
     return [
-        [RowRange(start, start + rows) for start in range(first, num_rows, group_rows)]
+        [range(start, start + rows) for start in range(first, num_rows, group_rows)]
         for first, rows in zip(firsts, split_shapes, strict=False)
     ]
 
@@ -188,15 +180,13 @@ class OutputSlice(NamedTuple):
     Outputs are rows, or columns if the parameter is transposed.
 
     Args:
-        outputs: Range of outputs ``[start, stop)``.
+        outputs: The outputs; with a step if slices are interleaved.
         blocks: For groups that repeat, the outputs of one group by block, such as query, key and
             value; None for one block.
-        stride: Distance of consecutive outputs: 1, or the number of interleaved slices.
     """
 
-    outputs: RowRange
+    outputs: range
     blocks: tuple[int, ...] | None = None
-    stride: int = 1
 
     def within(self, first: int, last: int) -> tuple[int, slice, int]:
         """Intersect the slice with a shard of outputs ``[first, last)``.
@@ -205,13 +195,13 @@ class OutputSlice(NamedTuple):
             The position of the intersection in the slice, its outputs in the shard, and their
             number.
         """
-        position = max(0, -(-(first - self.outputs.start) // self.stride))
-        start = self.outputs.start + position * self.stride
+        position = max(0, -(-(first - self.outputs.start) // self.outputs.step))
+        start = self.outputs.start + position * self.outputs.step
         stop = max(start, min(last, self.outputs.stop))
         return (
             position,
-            slice(start - first, stop - first, self.stride),
-            len(range(start, stop, self.stride)),
+            slice(start - first, stop - first, self.outputs.step),
+            len(range(start, stop, self.outputs.step)),
         )
 
 
@@ -248,7 +238,7 @@ def _tiling(
     shards.sort()
     # A scan of all boxes per query group would make planning quadratic in ranks.
     ends = list(itertools.accumulate((stop for _, stop, _, _ in shards), max))
-    num_outputs = len(range(*outputs.outputs, outputs.stride))
+    num_outputs = len(outputs.outputs)
     blocks: list[MatrixShape] = []
     regions: list[Region] = []
     for block, runs in enumerate(block_rows(num_outputs, outputs.blocks)):

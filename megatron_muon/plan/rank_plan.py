@@ -12,6 +12,7 @@ kernel of ``megatron_muon.runtime.row_kernel`` reads as it is. A bucket has six 
 """
 
 import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from megatron_muon.plan.routes import (
     Route,
     Stack,
     results_of,
+    routes_of,
     section_size,
     stack_elements,
 )
@@ -43,7 +45,8 @@ TABLES = {
 type _Place = tuple[int, int, int, int]
 # Source and target, rows, columns, and the position of the block among all blocks of the plan.
 type Move = tuple[int, ...]
-type _RoutesByRank = dict[int, list[Route]]
+# Routes with the ranks that they are sent to, or received from.
+type _Routes = list[tuple[int, Route]]
 
 
 class Message(NamedTuple):
@@ -135,8 +138,8 @@ class _Builder:
         ]
         kept = [route for route in routes if route.source == route.owner == rank]
         # Only one of several replicas sends its rows.
-        sends = _by_rank((r.owner, r) for r in routes if r.source == rank != r.owner)
-        receives = _by_rank((r.source, r) for r in routes if r.owner == rank != r.source)
+        sends = [(r.owner, r) for r in routes if r.source == rank != r.owner]
+        receives = [(r.source, r) for r in routes if r.owner == rank != r.source]
         returns, received, arrivals, num_arrived = self._scatter(routes)
         gather = Message(_elements(sends), _elements(receives))
         scatter = Message(_elements(returns), received)
@@ -176,11 +179,12 @@ class _Builder:
     def _routes(self, index: int) -> Iterator[Route]:
         """Yield the routes of a matrix that this rank has to know."""
         plan, rank = self._plan, self._rank
-        # Most of thousands of ranks neither hold nor own a matrix. With replicas, their messages
-        # decide the sections of this rank's results.
-        sees_all = plan.has_replicas or rank in plan.owners[index]
-        if sees_all or rank in plan.matrices[index].elements_by_rank:
-            yield from plan.routes(index, None if sees_all else rank)
+        matrix = plan.matrices[index]
+        # Most of thousands of ranks neither hold nor own a matrix. With replicas, which all shards
+        # have or none, their messages decide the sections of this rank's results.
+        sees_all = len(matrix.regions[0].holders) > 1 or rank in plan.owners[index]
+        if sees_all or rank in matrix.elements_by_rank:
+            yield from routes_of(index, matrix, plan.owners[index], None if sees_all else rank)
 
     def _has_gather(self, indices: Iterable[int]) -> bool:
         return any(
@@ -192,13 +196,13 @@ class _Builder:
 
     def _scatter(
         self, routes: Iterable[Route]
-    ) -> tuple[_RoutesByRank, dict[int, int], list[tuple[Route, _Place]], int]:
+    ) -> tuple[_Routes, dict[int, int], list[tuple[Route, _Place]], int]:
         """Return results by holder, elements by owner, arrivals, and the elements in their memory.
 
         Results of kept rows without replicas stay.
         """
         rank = self._rank
-        returns: _RoutesByRank = defaultdict(list)
+        returns: _Routes = []
         received: Counter[int] = Counter()
         arrivals: list[tuple[Route, _Place]] = []
         num_arrived = 0
@@ -214,19 +218,12 @@ class _Builder:
             for offset, piece in results_of(results, size):
                 holder = holders[offset // size]
                 if piece.owner == rank:
-                    returns[holder].append(piece)
+                    returns.append((holder, piece))
                 if holder == rank:
                     received[piece.owner] += piece.num_elements
                 if rank in holders:
                     arrivals.append((piece, (0, 0, offset, piece.num_cols)))
         return returns, received, arrivals, num_arrived
-
-
-def _by_rank(pairs: Iterable[tuple[int, Route]]) -> _RoutesByRank:
-    routes: _RoutesByRank = defaultdict(list)
-    for rank, route in pairs:
-        routes[rank].append(route)
-    return routes
 
 
 def _parts(stacks: Iterable[Stack]) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
@@ -241,17 +238,20 @@ def _parts(stacks: Iterable[Stack]) -> tuple[dict[tuple[int, int], tuple[int, in
     return parts, end
 
 
-def _consecutive(messages: _RoutesByRank) -> Iterator[tuple[Route, _Place]]:
+def _consecutive(message: _Routes) -> Iterator[tuple[Route, _Place]]:
     """Yield routes in the order of ranks, and their places in a message."""
     first = 0
-    for _, routes in sorted(messages.items()):
-        for route in routes:
-            yield route, (0, 0, first, route.num_cols)
-            first += route.num_elements
+    for _, route in sorted(message, key=operator.itemgetter(0)):
+        yield route, (0, 0, first, route.num_cols)
+        first += route.num_elements
 
 
-def _elements(messages: _RoutesByRank) -> dict[int, int]:
-    return {rank: sum(r.num_elements for r in routes) for rank, routes in messages.items()}
+def _elements(message: _Routes) -> Counter[int]:
+    """Return the elements of a message by rank."""
+    elements: Counter[int] = Counter()
+    for rank, route in message:
+        elements[rank] += route.num_elements
+    return elements
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,8 @@ class RankSchedule:
 
     Args:
         rank_plans: Part of the rank, by plan.
-        actions: Actions of the step, in order. ``local_matrices`` is one stack, by its
-            number in ``RankPlan.local``.
+        actions: Actions of the step, in order. ``local_matrices`` is one stack; its
+            number follows the numbers of buckets.
         offsets: Offsets of buffers in the arena, by plan: of buckets, then of local stacks.
         staging_bytes: Size of the arena.
     """
@@ -277,7 +277,9 @@ class RankSchedule:
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
         staging = StagingLayout.build([rank_plan.staging for rank_plan in rank_plans])
         local = [
-            (p, n) for p, rank_plan in enumerate(rank_plans) for n in range(len(rank_plan.local))
+            (p, len(rank_plan.buckets) + n)
+            for p, rank_plan in enumerate(rank_plans)
+            for n in range(len(rank_plan.local))
         ]
         offsets: list[list[BucketSizes]] = [list(buckets) for buckets in staging.plans]
         actions: list[Action] = []

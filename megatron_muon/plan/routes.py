@@ -19,14 +19,11 @@ can all-gather the sections in place. Ranks of a node are consecutive, owners as
 most owners send to a replica on their own node if there is one.
 """
 
-import functools
 import itertools
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Ranks
 
 # Multiples of 8 elements: 16 bytes of bf16, which NCCL's kernels read and write at once.
@@ -124,12 +121,11 @@ def parts_of(index: int, block: int, shape: MatrixShape, owners: Ranks) -> Itera
 
 
 def routes_of(
-    index: int, matrix: MatrixLayout, owners: Ranks, cost: CostModel, holder: int | None = None
+    index: int, matrix: MatrixLayout, owners: Ranks, holder: int | None = None
 ) -> Iterator[Route]:
     """Yield the routes of a matrix, or only the routes with a given holder.
 
-    All routes together tile the matrix. Of several replicas, the nearest to the owner is the
-    source.
+    All routes together tile the matrix. Of several replicas, ``source_of()`` chooses the source.
     """
     parts = [
         list(parts_of(index, block, shape, owners)) for block, shape in enumerate(matrix.blocks)
@@ -151,7 +147,7 @@ def routes_of(
                     matrix=index,
                     block=region.block,
                     owner=part.owner,
-                    source=nearest_holder(region.holders, part.owner, cost),
+                    source=source_of(region.holders, part.owner),
                     holders=region.holders,
                     row=first - part.row,
                     num_rows=min(most_rows, row + num_rows - first),
@@ -181,24 +177,13 @@ def cut(route: Route, start: int, stop: int) -> Iterator[Route]:
         start += num_rows * num_cols
 
 
-def nearest_holder(holders: Ranks, owner: int, cost: CostModel) -> int:
-    """Return the owner itself if it is a holder, otherwise the holder nearest to it."""
-    if len(holders) == 1:
-        return holders[0]
-    # A holder on the owner's node comes first, since only the node changes the link. There it is
-    # the next lower rank, cyclically: evenly spaced replicas then serve equally many owners. With
-    # the shortest distance, the first and the last would serve up to three times as many as others.
-    on_node = _by_node(holders, cost.ranks_per_node).get(cost.node(owner), holders)
-    return on_node[bisect_right(on_node, owner) - 1]
+def source_of(holders: Ranks, owner: int) -> int:
+    """Return the owner itself if it is a holder, otherwise the next lower holder, cyclically.
 
-
-# Thousands of owners look for the nearest of the same replicas.
-@functools.lru_cache(maxsize=4096)
-def _by_node(holders: Ranks, ranks_per_node: int) -> dict[int, list[int]]:
-    by_node: dict[int, list[int]] = defaultdict(list)
-    for holder in holders:
-        by_node[holder // ranks_per_node].append(holder)
-    return by_node
+    Evenly spaced replicas then serve equally many owners. Rejected: a holder on the owner's node
+    first; in 8 instances a step of Llama-3-8B was 3 ms shorter, 0.05 % of an iteration.
+    """
+    return holders[bisect_right(holders, owner) - 1]
 
 
 def section_size(num_replicas: int, num_elements: int) -> int:

@@ -58,11 +58,6 @@ class CommDtypes:
         return "float32" if "float32" in (self.gather_dtype, self.scatter_dtype) else "bfloat16"
 
     @property
-    def stack_bytes(self) -> int:
-        """Bytes per element in a stack."""
-        return DTYPE_BYTES[self.stack_dtype]
-
-    @property
     def of_buffers(self) -> tuple[DTypeName, ...]:
         """Dtypes of the buffers of a bucket; see ``BucketSizes``."""
         gather, scatter = self.gather_dtype, self.scatter_dtype
@@ -127,13 +122,12 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "newton_schulz": {
         "choices": get_args(BackendChoice),
         "help": "How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
-        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
-        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
-        "auto: for each shape the cheapest of them by the cost model.",
+        "gram: iterates on the Gram matrix and multiplies the matrix at the end, which costs less "
+        "for long matrices.",
     },
     "log_plan": {
         "action": "store_true",
-        "help": "Log a line for each plan: its ranks, matrices, buckets and estimated costs.",
+        "help": "Log a line for each plan: its ranks, matrices, buckets and staging memory.",
     },
 }
 
@@ -156,9 +150,7 @@ class ExchangeSettings:
             results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for ``CostModel.parse()``.
         newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.
-            ``symmetric``, ``gram``: a cheaper way, see ``megatron_muon.newton_schulz``. ``auto``:
-            for every shape the cheapest of all by the cost model, as far as this machine can run
-            them.
+            ``gram``: fewer operations for long matrices, see ``megatron_muon.newton_schulz``.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             ``megatron_muon.plan.buckets``. For measuring other numbers; it has no flag.
         log_plan: Whether the first rank of a plan logs a line about it.
@@ -186,27 +178,17 @@ class ExchangeSettings:
                 raise ValueError(
                     f"exchange.{name}: expected one of {choices}, got {value!r}. Choose one."
                 )
-        if self.staging_bytes is not None and self.staging_bytes < 1:
-            raise ValueError(
-                "exchange.staging_bytes: expected a positive number of bytes, got "
-                f"{self.staging_bytes}. Leave it out for 5.5 GB."
-            )
-        if self.num_buckets is not None and self.num_buckets < 1:
-            raise ValueError(
-                "exchange.num_buckets: expected a positive number, got "
-                f"{self.num_buckets}. Leave it out."
-            )
+        for name in ("staging_bytes", "num_buckets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"exchange.{name}: expected a positive number, got {value}. Leave it out."
+                )
         # A power of two: parts are doubled until a matrix is short enough.
         if self.max_owners < 1 or self.max_owners & (self.max_owners - 1):
             raise ValueError(
                 f"exchange.max_owners: expected a power of two, got {self.max_owners}. Use 1 to "
                 "keep each matrix whole."
-            )
-        # The optimizer knows its number of steps; a second value here could only disagree.
-        if "num_ns_steps" in self.cost_model:
-            raise ValueError(
-                f"exchange.cost_model: expected rates of the machine, got {self.cost_model!r}. Set "
-                "num_ns_steps for the number of steps."
             )
         CostModel.parse(self.cost_model)
 

@@ -120,11 +120,6 @@ def _lifetimes(num_buckets: tuple[int, ...]) -> tuple[Lifetime, ...]:
     return tuple(lifetimes)
 
 
-def aligned_size(size: int) -> int:
-    """Round up to the alignment of the arena."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 class _Buffer(NamedTuple):
     size: int
     first: int  # action
@@ -139,7 +134,11 @@ def _place(sizes: Sequence[int], lifetimes: Sequence[Lifetime]) -> tuple[list[in
     neither order is the better one for all jobs.
     """
     # A rank has a part in few buckets: most buffers are empty, and have any offset.
-    used = [_Buffer(aligned_size(n), *lifetimes[i], i) for i, n in enumerate(sizes) if n]
+    used = [
+        _Buffer(-(-n // _ALIGNMENT) * _ALIGNMENT, *lifetimes[i], i)
+        for i, n in enumerate(sizes)
+        if n
+    ]
     used.sort(key=lambda buffer: (-buffer.size, buffer.first, buffer.last))
     by_area = sorted(used, key=lambda b: (-b.size * (b.last - b.first + 1), b.first, b.last))
     placed = (_place_in(order, len(sizes)) for order in (used, by_area))

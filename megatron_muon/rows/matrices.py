@@ -16,7 +16,6 @@ from megatron_muon.plan.layout import (
     OutputSlice,
     Range,
     Ranks,
-    RowRange,
     tile,
 )
 from megatron_muon.rows.parameters import PlannedParameter, SplitSizes
@@ -62,7 +61,7 @@ def output_slices(
     Raises:
         ValueError: They are not integers, do not divide the outputs, or are groups of columns.
     """
-    whole = RowRange(0, num_rows)
+    whole = range(num_rows)
     if split_sizes is None:
         return [OutputSlice(whole)]
     sizes = split_sizes if isinstance(split_sizes, tuple) else (split_sizes,)
@@ -87,10 +86,10 @@ def output_slices(
         sizes, num_groups = sizes * num_groups, 1
     if num_groups == 1:
         ends = itertools.accumulate(sizes, initial=0)
-        return [OutputSlice(RowRange(*ends)) for ends in itertools.pairwise(ends)]
+        return [OutputSlice(range(*ends)) for ends in itertools.pairwise(ends)]
     if max(sizes) == 1:
         step = len(sizes)
-        return [OutputSlice(RowRange(start, num_rows), None, step) for start in range(step)]
+        return [OutputSlice(range(start, num_rows, step)) for start in range(step)]
     if is_transposed:
         raise ValueError(
             "split_sizes: expected all columns of a transposed matrix, or interleaved ones (1, 1), "
@@ -106,7 +105,7 @@ def matrices_of(
     is_batch, is_transposed = parameter.view.ndim == 3, parameter.is_transposed
     shape: MatrixShape = tuple(parameter.view.shape[-2:])  # type: ignore[assignment]
     dim = int(is_transposed)
-    slices = [OutputSlice(RowRange(0, shape[0]), parameter.blocks)]
+    slices = [OutputSlice(range(shape[0]), parameter.blocks)]
     if parameter.blocks is None:
         slices = output_slices(shape[dim], parameter.split_sizes, is_transposed=is_transposed)
     # Matrices of the batch with the same holders share one tiling.
@@ -126,9 +125,9 @@ def matrices_of(
         for outputs, (blocks, regions) in zip(slices, tilings[batch_range], strict=True):
             name = f"{parameter.name}[{number}]" if is_batch else parameter.name
             if len(slices) > 1:
-                step = f" by {outputs.stride}" if outputs.stride > 1 else ""
-                first, last = outputs.outputs.start, outputs.outputs.stop - 1
-                name += f" {'columns' if dim else 'rows'} {first} to {last}{step}"
+                held = outputs.outputs
+                step = f" by {held.step}" if held.step > 1 else ""
+                name += f" {'columns' if dim else 'rows'} {held.start} to {held.stop - 1}{step}"
             index = number - batch_range[0] if is_batch else None
             rows = None
             if own_box is not None:

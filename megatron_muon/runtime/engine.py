@@ -31,7 +31,7 @@ from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import PlanInput, PlanRunner, profiler_range
-from megatron_muon.runtime.row_moves import Handle, RowMoves, Rows, Side, Tensors
+from megatron_muon.runtime.row_moves import Handle, Rows, Side, Tensors
 
 
 class Engine:
@@ -118,15 +118,17 @@ class Engine:
 
     def _find_completed(self) -> None:
         """Find the last moves of results to every shard: the order of a step never changes."""
-        last: dict[int, RowMoves] = {}
-        for kind, plan, number in self._actions:
+        completed: set[int] = set()
+        for kind, plan, number in reversed(self._actions):
             for moves in self.runners[plan].writes(kind, number):
-                for move in moves.moves:
-                    # In the order in which shards are completed.
-                    last.pop(move[4], None)
-                    last[move[4]] = moves
-        for number, moves in last.items():
-            moves.completed.append(self.handles[number - 1 - len(self.handles)])
+                targets = dict.fromkeys(move[4] for move in moves.moves)
+                # Shards of results come after all shards of updates, which count from 1.
+                moves.completed = [
+                    self.handles[target - 1 - len(self.handles)]
+                    for target in targets
+                    if target not in completed
+                ]
+                completed.update(targets)
 
     def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step: arena and workspace. The arena stays until the step ends.
@@ -155,32 +157,6 @@ class Engine:
     def _wait_for_leftovers(self) -> None:
         for runner in self.runners:
             runner.wait_for_leftovers()
-
-    def connect(self) -> None:
-        """Connect the ranks that will exchange; called on all ranks together.
-
-        NCCL connects two ranks when they first send to each other, and needs memory for it. In the
-        first step this would be slow, and might fail after hours of loading.
-
-        Communication: per plan one element to every rank that this one will send to, and one from
-            every replica to the others.
-        """
-        for runner in self.runners:
-            runner.connect()
-
-    def check_kernels(self) -> None:
-        """Compare custom kernels of backends with their reference in torch.
-
-        It runs once for each shape of this rank's stacks, without other ranks, and compiles the
-        kernels: otherwise the first step would wait for it.
-
-        Raises:
-            Exception: First error of a kernel: wrong results for a shape, or its own error.
-
-        Memory: one stack, and twice the workspace of Newton-Schulz for it, until it returns.
-        """
-        for runner in self.runners:
-            runner.check_kernels()
 
     @torch.no_grad()
     def orthogonalize(

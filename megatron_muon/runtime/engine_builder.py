@@ -4,13 +4,11 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz import BACKENDS, CHOICES
 from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.cost import CostModel, gpu_rates
 from megatron_muon.plan.exchange_plan import (
@@ -25,7 +23,6 @@ from megatron_muon.runtime.agreement import (
     Domain,
     differences_between_ranks,
     first_line,
-    gather_objects,
     new_groups,
     own_rank,
     raise_where_any_rank_fails,
@@ -33,8 +30,6 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.arena import is_out_of_memory
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.plan_runner import PlanInput
-
-logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -66,32 +61,32 @@ def build_engine(
     Raises:
         ValueError: bf16 messages with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
-            different plans, or when one of them lacks memory for the engine or a kernel for
-            Newton-Schulz.
+            different plans, or when one of them lacks memory for the engine.
 
-    Communication: three flags over the job; per plan an all-gather of 8 bytes a rank, two hashes,
-        and for every number of buckets that is tried an all-reduce of 8 bytes;
-        a list of ranks as objects, and a new process group for each set of ranks that splits a
-        matrix, in which one element is all-reduced. Per plan a collective sends one element to
-        each rank that it will send to, and one gathers an element from each replica. Another
-        backend of Newton-Schulz than ``standard`` needs one flag more, or lists of names; a limit
-        of staging memory one flag more.
+    Communication: three flags over the job; per plan two hashes, and for every number of buckets
+        that is tried an all-reduce of 8 bytes; a list of ranks as objects, and a new process group
+        for each set of ranks that splits a matrix, in which one element is all-reduced. Per plan a
+        collective sends one element to each rank that it will send to, and one gathers one from
+        each replica. A limit of staging memory needs one flag more.
     """
-    resolved = _resolve([each.domain for each in inputs], newton_schulz, settings, device)
-    plans = _plan(inputs, resolved, max_num_plans or len(inputs), device)
+    # One number for all nodes, in all domains.
+    ranks_per_node = inputs[0].domain.ranks_per_node if inputs else None
+    resolved = _resolve(ranks_per_node, newton_schulz, settings, device)
+    plans = _plan(inputs, resolved.staging_budget(max_num_plans or len(inputs) or 1), device)
     schedule = _schedule(plans, settings.staging_bytes, device)
     groups = _parts_groups(plans, device)
 
     def build() -> Engine:
-        """Allocate and check kernels, which may fail on one rank."""
-        engine = Engine(
+        """Allocate, and compile the kernel that moves rows: either may fail on one rank."""
+        return Engine(
             plans, inputs, schedule, groups, newton_schulz, device=device, rows_device=rows_device
         )
-        engine.check_kernels()
-        return engine
 
     engine = on_all_ranks(build, settings, device)
-    _connect(engine, device)
+    # Not on all ranks: the others would be in a collective that this rank has left. Waiting for
+    # them would only hide its error until a timeout.
+    for runner in engine.runners:
+        runner.connect()
     return engine
 
 
@@ -123,42 +118,36 @@ def on_all_ranks[T](build: Callable[[], T], settings: ExchangeSettings, device: 
 
 
 def _resolve(
-    domains: Sequence[Domain],
+    ranks_per_node: int | None,
     newton_schulz: NewtonSchulzSettings,
     settings: ExchangeSettings,
     device: torch.device,
-) -> list[PlanSettings]:
-    """Return the numbers that each domain plans with: rates, dtypes and limits.
+) -> PlanSettings:
+    """Return the numbers that plans are made with: rates, dtypes and limits.
+
+    GPUs of one domain are expected to be the same model: ranks with different rates are found when
+    plans are compared.
 
     Args:
-        domains: Ranks that plan together, in one order on all ranks. A rank may have none.
+        ranks_per_node: Ranks that the launcher started per node; None if it did not say.
         newton_schulz: Steps, coefficients, precision and method.
         settings: Settings of the user.
         device: Of this rank.
 
     Raises:
         ValueError: bf16 messages with Newton-Schulz in fp32.
-        RuntimeError: On all ranks, when one cannot run the backend that was asked for.
-
-    Communication: where another backend than ``standard`` may run, a flag or a gather of objects
-        over the job. GPUs of one domain are expected to be the same model: ranks with different
-        rates are found when plans are compared.
     """
     rates = dataclasses.replace(
         _rates(device),
         num_ns_steps=newton_schulz.steps,
         coefficient_type=newton_schulz.coefficient_type,
-        backends=_backends(newton_schulz, settings, device),
+        backend=settings.newton_schulz,
     )
-    numbers = []
-    for domain in domains:
-        known = rates
-        if domain.ranks_per_node is not None:
-            known = dataclasses.replace(known, ranks_per_node=domain.ranks_per_node)
-        cost = CostModel.parse(settings.cost_model, known)
-        plan = settings.plan_settings(cost, is_bf16=newton_schulz.is_bf16)
-        numbers.append(_for_method(plan, newton_schulz))
-    return numbers
+    if ranks_per_node is not None:
+        rates = dataclasses.replace(rates, ranks_per_node=ranks_per_node)
+    cost = CostModel.parse(settings.cost_model, rates)
+    plan = settings.plan_settings(cost, is_bf16=newton_schulz.is_bf16)
+    return _for_method(plan, newton_schulz)
 
 
 def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> PlanSettings:
@@ -183,56 +172,21 @@ def _rates(device: torch.device) -> CostModel:
     return CostModel(stack_tiles=1)
 
 
-def _backends(
-    newton_schulz: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
-) -> tuple[str, ...]:
-    """Return the backends of the user's choice that all ranks can run, or raise on all ranks."""
-    choice = settings.newton_schulz
-    # The choice of the user decides about the collectives: all ranks know it.
-    if choice == "standard":
-        return CHOICES[choice]
-    problems = {name: BACKENDS[name].problems(newton_schulz, device) for name in CHOICES[choice]}
-    if choice == "auto":
-        usable = [name for name in problems if not problems[name]]
-        gathered = gather_objects(usable)
-        return tuple(name for name in usable if all(name in others for others in gathered))
-    raise_where_any_rank_fails(
-        [f"Newton-Schulz {name}: {each}" for name in problems for each in problems[name]],
-        None,
-        device,
-        "Use exchange.newton_schulz standard, or auto for what this machine can run. No "
-        "optimizer was built.",
-    )
-    return CHOICES[choice]
-
-
 def _plan(
-    inputs: Sequence[PlanInput],
-    resolved: Sequence[PlanSettings],
-    max_num_plans: int,
-    device: torch.device,
+    inputs: Sequence[PlanInput], settings: PlanSettings, device: torch.device
 ) -> list[ExchangePlan]:
-    """Plan every input on top of those before it, and compare plans across ranks."""
+    """Plan every input, and compare plans across ranks."""
     plans: list[ExchangePlan] = []
     differences = []
-    load_ns = 0
-    for plan_input, settings in zip(inputs, resolved, strict=True):
+    for plan_input in inputs:
         domain = plan_input.domain
-        loads_ns = _loads_before(domain, load_ns, device)
-        # Costs decide the sizes of stacks and which replica is the nearest. Ranks plan together:
-        # they compare the inputs of the plan, and then the plans.
-        entries = [str(settings), *layout_entries(plan_input.matrices)]
-        found = _differences(entries, domain, device)
+        # Costs decide the sizes of stacks. Ranks plan together: they compare what they plan from,
+        # and then the plans.
+        found = _differences([str(settings), *layout_entries(plan_input.matrices)], domain, device)
         if not found:
-            plan = plan_matrices(
-                plan_input.matrices,
-                settings.staging_budget(max_num_plans),
-                functools.partial(_fullest_bytes, domain, device),
-                load_ns=loads_ns,
-            )
-            found = _differences(plan.entries(), domain, device)
-            plans.append(plan)
-            load_ns = plan.load_ns[own_rank()]
+            fullest_bytes = functools.partial(_fullest_bytes, domain, device)
+            plans.append(plan_matrices(plan_input.matrices, settings, fullest_bytes))
+            found = _differences(plans[-1].entries(), domain, device)
         differences += found
     # At the end, as ranks of other domains may be fine, and all stop together.
     raise_where_any_rank_fails(
@@ -265,28 +219,6 @@ def _fullest_bytes(domain: Domain, device: torch.device, plan: ExchangePlan) -> 
     return int(num_bytes)
 
 
-def _connect(engine: Engine, device: torch.device) -> None:
-    """Connect the ranks that will exchange, and log the memory that it takes."""
-    is_logged = device.type == "cuda" and own_rank() == 0
-    free_before = torch.cuda.mem_get_info(device)[0] if is_logged else 0
-    # Not on all ranks: the others would be in a collective that this rank has left. Waiting for
-    # them would only hide its error until a timeout.
-    engine.connect()
-    if is_logged:
-        free = torch.cuda.mem_get_info(device)[0]
-        logger.info("connecting took %d MB, %d MB are free", (free_before - free) / 1e6, free / 1e6)
-
-
-def _loads_before(domain: Domain, load_ns: int, device: torch.device) -> dict[int, int]:
-    """Gather the loads of earlier plans by rank of a domain; ranks may have different ones."""
-    if domain.group is None:
-        return {domain.ranks[0]: load_ns}
-    sent = torch.tensor([load_ns], dtype=torch.int64, device=device)
-    loads_ns = sent.new_empty(len(domain.ranks))
-    dist.all_gather_into_tensor(loads_ns, sent, group=domain.group)
-    return dict(zip(domain.ranks, loads_ns.tolist(), strict=True))
-
-
 def _differences(entries: list[str], domain: Domain, device: torch.device) -> list[str]:
     """Compare the plans that the ranks of a domain have built.
 
@@ -305,9 +237,7 @@ def _parts_groups(
     A backend connects a group at its first collective, and failures should surface here.
     """
     rank = own_rank()
-    groups = new_groups(
-        {owners for plan in plans for owners in plan.sets_of_owners if rank in owners}
-    )
+    groups = new_groups({o for plan in plans for o in plan.owners if len(o) > 1 and rank in o})
     for owners in sorted(groups):
         dist.all_reduce(torch.zeros(1, device=device), group=groups[owners])
     return groups

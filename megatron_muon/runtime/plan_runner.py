@@ -188,9 +188,7 @@ class PlanRunner:
                 self.plan.dtypes.normalizes,
                 self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
-            # Chosen once: a step would choose before every stack, on the host.
-            backend = BACKENDS[self.plan.backend(part.matrix, part.block)]
-            yield StackTask(tensor, backend, args, part.owners, index)
+            yield StackTask(tensor, BACKENDS[self.plan.cost.backend], args, index)
 
     def _message(
         self, message: Message | None, sends: torch.Tensor, receives: torch.Tensor
@@ -209,22 +207,19 @@ class PlanRunner:
         return max((task.workspace_bytes for task in tasks), default=0)
 
     def connect(self) -> None:
-        """Connect the ranks that will exchange; see ``Engine.connect()``."""
+        """Connect the ranks that will exchange; called on all ranks together.
+
+        NCCL connects two ranks when they first send to each other, and needs memory for it. In the
+        first step this would be slow, and might fail after hours of loading.
+
+        Communication: one element to every rank that this one will send to, and one from every
+            replica to the others.
+        """
         buckets = self.buckets[: len(self.plan.buckets)]
         messages = (message for b in buckets for message in (b.gather, b.scatter))
         connect([message for message in messages if message is not None])
         if buckets and buckets[0].sections is not None:
             buckets[0].sections.connect()
-
-    def check_kernels(self) -> None:
-        """Check the backends of all shapes; see ``Engine.check_kernels()``."""
-        by_shape = {
-            (task.backend.name, task.tensor.shape, task.args.whole_shape): task
-            for bucket in self.buckets
-            for task in bucket.tasks
-        }
-        for task in by_shape.values():
-            task.check()
 
     def wait_for_leftovers(self) -> None:
         """Wait for collectives of a step that ended with an exception: they may use the memory."""
@@ -234,7 +229,6 @@ class PlanRunner:
 
     def writes(self, kind: str, number: int) -> list[RowMoves]:
         """Return the moves of results to shards in an action; at most one."""
-        number += len(self.plan.buckets) * (kind == "local_matrices")
         tables = {"local_matrices": "stay", "start_scatter": "stay", "finish_scatter": "arrive"}
         return [self.buckets[number].moves[tables[kind]]] if kind in tables else []
 
@@ -278,8 +272,6 @@ class PlanRunner:
 
     def local_matrices(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and write the results."""
-        # Stacks of local matrices come after the buckets, with empty messages.
-        number += len(self.plan.buckets)
         self.orthogonalize(number)
         return self._write(self.buckets[number].moves["stay"])
 

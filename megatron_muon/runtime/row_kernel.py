@@ -31,13 +31,13 @@ class RowTable(NamedTuple):
     Args:
         moves: ``(num_moves, WIDTH)`` int64 on the device.
         tiles: ``(num_tiles, 2)`` int32 on the device: the move, and its first element.
-        factors: ``(num_moves, 2)`` float32 on the device; None for none.
+        factors: ``(num_moves, 2)`` float32 on the device.
         dtypes: Of sources and targets.
     """
 
     moves: torch.Tensor
     tiles: torch.Tensor
-    factors: torch.Tensor | None
+    factors: torch.Tensor
     dtypes: tuple[torch.dtype, torch.dtype]
 
 
@@ -51,16 +51,18 @@ def build_table(
 
     Args:
         moves: The moves, of at most 2^30 elements each.
-        factors: By move, two factors of its target; None for none.
+        factors: By move, two factors of its target; None for 1.
         dtypes: Of all sources and of all targets; float32 or bfloat16.
         device: Where the table is needed.
 
-    Memory: 88 bytes a move, and 8 for every 4,096 elements.
+    Memory: 96 bytes a move, and 8 for every 4,096 elements.
     """
     on_host = torch.tensor(moves, dtype=torch.int64)
     tiles = _tiles(on_host[:, 8] * on_host[:, 9])
-    scales = None if factors is None else on_device(torch.tensor(factors), device)
-    return RowTable(on_device(on_host, device), on_device(tiles, device), scales, dtypes)
+    scales = torch.tensor(factors or [(1.0, 1.0)] * len(moves))
+    return RowTable(
+        on_device(on_host, device), on_device(tiles, device), on_device(scales, device), dtypes
+    )
 
 
 def _tiles(num_elements: torch.Tensor) -> torch.Tensor:
@@ -102,12 +104,11 @@ def launch(
         tensors,
         nothing if divisors is None else divisors,
         nothing if multipliers is None else multipliers,
-        nothing if table.factors is None else table.factors,
+        table.factors,
         SOURCE_IS_BF16=source == torch.bfloat16,
         TARGET_IS_BF16=target == torch.bfloat16,
         DIVIDES=divisors is not None,
         MULTIPLIES=multipliers is not None,
-        HAS_FACTORS=table.factors is not None,
         WIDTH=WIDTH,
         TILE=TILE,
         PIECE=PIECE,
@@ -127,7 +128,6 @@ def _move(
     TARGET_IS_BF16: tl.constexpr,
     DIVIDES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
@@ -146,15 +146,12 @@ def _move(
     block = tl.load(move + 10)
     divisor = 1.0
     multiplier = 1.0
-    factor0 = 1.0
-    factor1 = 1.0
     if DIVIDES:
         divisor = tl.load(divisors + block)
     if MULTIPLIES:
         multiplier = tl.load(multipliers + block)
-    if HAS_FACTORS:
-        factor0 = tl.load(factors + 2 * number)
-        factor1 = tl.load(factors + 2 * number + 1)
+    factor0 = tl.load(factors + 2 * number)
+    factor1 = tl.load(factors + 2 * number + 1)
     # Rows without gaps on both sides are one long row, which is read and written without gaps.
     is_dense = (from_rows == num_cols) & (to_rows == num_cols) | (num_rows == 1)
     is_row = is_dense & (from_cols == 1) & (to_cols == 1)
@@ -167,9 +164,7 @@ def _move(
         for piece in range(0, TILE, PIECE):
             index = piece + tl.arange(0, PIECE)
             value = _to_float32(tl.load(source + index), SOURCE_IS_BF16)
-            value = _scaled(
-                value, divisor, multiplier, factor0, factor1, DIVIDES, MULTIPLIES, HAS_FACTORS
-            )
+            value = _scaled(value, divisor, multiplier, factor0, factor1, DIVIDES, MULTIPLIES)
             tl.store(target + index, _rounded(value, TARGET_IS_BF16))
     else:
         for piece in range(0, TILE, PIECE):
@@ -180,9 +175,7 @@ def _move(
             from_ = source + row * from_rows + col * from_cols
             to = target + row * to_rows + col * to_cols
             value = _to_float32(tl.load(from_, mask=is_inside, other=0), SOURCE_IS_BF16)
-            value = _scaled(
-                value, divisor, multiplier, factor0, factor1, DIVIDES, MULTIPLIES, HAS_FACTORS
-            )
+            value = _scaled(value, divisor, multiplier, factor0, factor1, DIVIDES, MULTIPLIES)
             tl.store(to, _rounded(value, TARGET_IS_BF16), mask=is_inside)
 
 
@@ -216,16 +209,13 @@ def _scaled(
     factor1: tl.tensor,
     DIVIDES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
 ) -> tl.tensor:
     if DIVIDES:
         # IEEE's quotient, as torch's: Triton's own is approximate.
         value = tl.div_rn(value, divisor)
     if MULTIPLIES:
         value = value * multiplier
-    if HAS_FACTORS:
-        value = value * factor0 * factor1
-    return value
+    return value * factor0 * factor1
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz of one stack, and a method on its results."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +21,12 @@ class StackTask:
         tensor: ``(num_matrices, rows, cols)``.
         backend: Backend of Newton-Schulz.
         args: Arguments of the backend.
-        owners: Ranks that orthogonalize it together.
         state_index: Indices of a method's state among all values of the plan; None without one.
     """
 
     tensor: torch.Tensor
     backend: Backend
     args: NewtonSchulzArgs
-    owners: tuple[int, ...]
     state_index: torch.Tensor | None = None
 
     def run(self) -> None:
@@ -43,15 +40,6 @@ class StackTask:
             self.tensor.copy_(self.backend.run(rows, self.args))
         else:
             self.tensor.copy_(_checked(function(rows), rows, "newton_schulz"))
-
-    def check(self) -> None:
-        """Compare the backend with its reference; see ``Backend.check()``."""
-        # On this rank alone: if its kernel fails, others must not wait for it.
-        args = dataclasses.replace(self.args, parts_group=None)
-        dtype = torch.bfloat16 if args.is_normalized else self.tensor.dtype
-        # The memory of the stack itself exists in a step alone.
-        drawn = torch.empty(self.tensor.shape, dtype=dtype, device=self.tensor.device)
-        self.backend.check(drawn, args)
 
     def apply_method(self, values: torch.Tensor) -> None:
         """Call the method on the results.

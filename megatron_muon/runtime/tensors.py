@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local tensors: of a DTensor, adjacent in memory, not finite."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -86,21 +87,19 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         tensors as they are.
     """
     joined: list[list[torch.Tensor]] = [[] for _ in lists]
-    positions = range(len(lists[0]))
-    first = 0
-    for last in positions:
-        if last + 1 in positions and all(
-            _touch(tensors[last], tensors[last + 1]) for tensors in lists
-        ):
-            continue
-        num_elements = sum(lists[0][number].numel() for number in range(first, last + 1))
+    count = len(lists[0])
+    firsts = [
+        n
+        for n in range(count)
+        if n == 0 or not all(_touch(tensors[n - 1], tensors[n]) for tensors in lists)
+    ]
+    for first, end in itertools.pairwise([*firsts, count]):
+        num_elements = sum(tensor.numel() for tensor in lists[0][first:end])
         for views, tensors in zip(joined, lists, strict=True):
+            is_alone = end == first + 1
             views.append(
-                tensors[first]
-                if first == last
-                else tensors[first].as_strided((num_elements,), (1,))
+                tensors[first] if is_alone else tensors[first].as_strided((num_elements,), (1,))
             )
-        first = last + 1
     return joined
 
 

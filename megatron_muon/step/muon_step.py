@@ -387,14 +387,13 @@ def _log_plans(plans: Sequence[ExchangePlan]) -> None:
     for plan in plans:
         if plan.ranks[0] == own_rank():
             logger.info(
-                "Muon exchange of %d ranks, %d to %d: %d matrices, %d of them local, %d buckets; "
-                "%.1f ms of Newton-Schulz on the busiest rank (estimated), %.3f GB of staging",
+                "Muon exchange of %d ranks, %d to %d: %d matrices, %d of them local, %d buckets, "
+                "%.3f GB of staging",
                 len(plan.ranks),
                 plan.ranks[0],
                 plan.ranks[-1],
                 len(plan.matrices),
                 len(plan.local),
                 len(plan.buckets),
-                max(plan.load_ns.values()) / 1e6,
                 plan.staging_bytes / 1e9,
             )

@@ -125,8 +125,7 @@ def find_plan_inputs(
     groups = _groups(by_key, stepping, known, facts)
     group = groups.get(stepping) if len(stepping) < len(facts) else None
     nodes = ranks_per_node([fact.num_ranks_on_node for fact in facts])
-    # Ranks that share several plans make their collectives in this order. Small domains come first:
-    # matrices of large ones fill idle ranks.
+    # Ranks that share several plans make their collectives in this order.
     plans = sorted(by_key.items(), key=lambda item: (len(item[0].ranks), item[0]))
     inputs = []
     for key, planned in plans:

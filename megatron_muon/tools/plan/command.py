@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from megatron_muon.newton_schulz import CHOICES
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import Splits
@@ -115,8 +114,7 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
             for name in EXCHANGE_FLAGS.keys() - {"log_plan"}
         }
     )
-    rates = CostModel(backends=CHOICES[settings.newton_schulz])
-    cost = CostModel.parse(settings.cost_model, rates)
+    cost = CostModel.parse(settings.cost_model, CostModel(backend=settings.newton_schulz))
     return settings.plan_settings(cost, is_bf16=options.muon_fp32_matmul_prec == "medium")
 
 

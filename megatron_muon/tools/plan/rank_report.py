@@ -192,10 +192,8 @@ def stack_ns(
     on_node: bool = True,
 ) -> int:
     """Estimate one call of Newton-Schulz; other arguments as for ``newton_schulz_ns()``."""
-    backend = cost.backend_of(*shape, num_parts)
-    products, launches, all_reduces = cost.costs_ns(*shape, num_parts, backend, on_node=on_node)
-    calls = 1 if BACKENDS[backend].is_batched else num_matrices
-    return num_matrices * products + calls * launches + all_reduces
+    products, launches, all_reduces = cost.costs_ns(*shape, num_parts, on_node=on_node)
+    return num_matrices * products + launches + all_reduces
 
 
 def _add_calls(
@@ -217,7 +215,7 @@ def _add_calls(
                 plan.cost, len(stack), shape, len(part.owners), on_node=on_node
             )
             # As Backend.workspace_bytes in a run.
-            num_stacks, num_squares = BACKENDS[plan.backend(part.matrix, part.block)].workspace
+            num_stacks, num_squares = BACKENDS[plan.cost.backend].workspace
             num_elements = num_stacks * sum(each.num_rows * each.num_cols for each in stack)
             num_elements += num_squares * len(stack) * min(shape) ** 2
             workspace_bytes = num_elements * plan.dtypes.gather_bytes

@@ -20,7 +20,6 @@ from megatron_muon.plan.layout import (
     MatrixLayout,
     OutputSlice,
     Ranks,
-    RowRange,
     Splits,
     holders_of_segments,
     rows_in_buffer,
@@ -126,22 +125,20 @@ def simulate(
         for rank_grid in _rank_grids(parallel, is_expert) if any(parameters) else ():
             for replicas, matrix in _matrices(parameters, rank_grid, parallel, is_expert=is_expert):
                 matrices[replicas].append(matrix)
-    return plan_all(parallel.stage_size, matrices, settings or PlanSettings())
+    return plan_all(matrices, settings or PlanSettings())
 
 
 def plan_all(
-    world_size: int, matrices: Mapping[Replicas, Sequence[MatrixLayout]], settings: PlanSettings
+    matrices: Mapping[Replicas, Sequence[MatrixLayout]], settings: PlanSettings
 ) -> list[ExchangePlan]:
-    """Plan small domains first, and others on top of them, as the ranks of a run do."""
+    """Plan all domains, in the order of the ranks of a run."""
     domains = sorted((tuple(sorted(itertools.chain(*replicas))), replicas) for replicas in matrices)
     max_num_plans = max(Counter(rank for ranks, _ in domains for rank in ranks).values(), default=1)
-    plans: list[ExchangePlan] = []
-    load_ns = dict.fromkeys(range(world_size), 0)
     settings = settings.staging_budget(max_num_plans)
-    for _, replicas in sorted(domains, key=lambda domain: len(domain[0])):
-        plans.append(plan_matrices(matrices[replicas], settings, fullest_bytes, load_ns=load_ns))
-        load_ns.update(plans[-1].load_ns)
-    return plans
+    return [
+        plan_matrices(matrices[replicas], settings, fullest_bytes)
+        for _, replicas in sorted(domains, key=lambda domain: len(domain[0]))
+    ]
 
 
 def _rank_grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]:
@@ -184,7 +181,7 @@ def _matrices(
             for columns in layout:
                 boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)
                 rows, cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
-                outputs = OutputSlice(RowRange(0, rows), parameter.blocks(shape[0]))
+                outputs = OutputSlice(range(rows), parameter.blocks(shape[0]))
                 blocks, regions = tile((rows, cols), outputs, boxes)
                 name = f"decoder.layers.{layer}.{parameter.name}"
                 replicas = tuple(sorted(itertools.chain(*columns)))

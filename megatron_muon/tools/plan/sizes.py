@@ -14,11 +14,12 @@ from typing import NamedTuple
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Ranks
 from megatron_muon.plan.routes import (
-    nearest_holder,
     routes_of,
     section_size,
+    source_of,
     stack_elements,
 )
+from megatron_muon.plan.settings import DTYPE_BYTES
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
 
 # Holders of a shard, position of a part among the owners, elements of the shard in the part.
@@ -62,7 +63,7 @@ class SizeCounter:
         for index in indices:
             for holders, part, elements in self._overlaps_of(index):
                 owner = plan.owners[index][part]
-                source = nearest_holder(holders, owner, plan.cost)
+                source = source_of(holders, owner)
                 if source != owner:
                     rows.add(source, owner, elements, plan.cost.is_on_one_node((source, owner)))
                 if len(holders) > 1 or source != owner:
@@ -91,11 +92,11 @@ class SizeCounter:
         plan = self.plan
         by_bucket = [self.sizes(bucket) for bucket in plan.buckets]
         local = plan.stacks(plan.local)
-        nothing = BucketSizes(0, 0, 0, 0, 0)
+        nothing, width = BucketSizes(0, 0, 0, 0, 0), DTYPE_BYTES[plan.dtypes.stack_dtype]
         return {
             rank: PlanStaging(
                 tuple(sizes.get(rank, nothing).in_bytes(plan.dtypes) for sizes in by_bucket),
-                max(map(stack_elements, local.get(rank, ())), default=0) * plan.dtypes.stack_bytes,
+                max(map(stack_elements, local.get(rank, ())), default=0) * width,
             )
             for rank in set(local).union(*by_bucket)
         }
@@ -107,7 +108,7 @@ class SizeCounter:
         if key not in self._overlaps:
             elements: Counter[tuple[Ranks, int]] = Counter()
             # Parts by position, as if the first ranks owned the matrix.
-            for route in routes_of(index, matrix, tuple(range(num_parts)), plan.cost):
+            for route in routes_of(index, matrix, tuple(range(num_parts))):
                 elements[route.holders, route.owner] += route.num_elements
             self._overlaps[key] = [(*cell, count) for cell, count in elements.items()]
         return self._overlaps[key]

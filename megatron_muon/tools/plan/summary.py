@@ -211,5 +211,5 @@ def _bound(report: Report) -> str:
         )
     return (
         f"Newton-Schulz, spread evenly ({ratio:.2f} times the mean): --muon-fsdp-newton-schulz "
-        "auto takes fewer operations"
+        "gram takes fewer operations for long matrices"
     )

@@ -114,7 +114,7 @@ def plan_choices(
                 rank=-1,
             )
             matrices[domain] += [matrix for matrix, _ in found]
-    return plan_all(parallel.dp, matrices, settings or PlanSettings())
+    return plan_all(matrices, settings or PlanSettings())
 
 
 def count(

@@ -21,7 +21,7 @@ exact               Newton-Schulz in float64, and matrices that are hard for it
 stacks              Newton-Schulz on a stack, with settings by name
 fsdp2_models        matrices in every layout that FSDP2 makes, and plain ones
 megatron_fsdp       models that Megatron-FSDP has sharded, of versions 1 and 2
-triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
+kernel_bits         the kernel that moves rows, beside functions of torch
 fake_cuda           CUDA tensors without a GPU, and what a step asks of it
 later_releases      later releases of emerging-optimizers
 commands            commands that tests run as users do

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_muon.plan import CommDtypes, ExchangePlan, Route
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
-from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
+from megatron_muon.plan.layout import MatrixLayout, OutputSlice, tile
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import PlanSettings
 
@@ -101,7 +101,7 @@ def whole_matrix(
         for (start, stop), cell in zip(layout.shards, shards, strict=True):
             boxes |= dict.fromkeys(cell, ((down + start, down + stop), (right, right + cols)))
     num_rows, num_cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
-    outputs = OutputSlice(RowRange(0, num_rows), split_shapes and tuple(split_shapes))
+    outputs = OutputSlice(range(num_rows), split_shapes and tuple(split_shapes))
     found = tile((num_rows, num_cols), outputs, boxes)
     return MatrixLayout(name, *found, tuple(sorted(boxes)))
 
@@ -132,7 +132,7 @@ def plan_of(
 ) -> ExchangePlan:
     """Plan some matrices; ``settings`` are other fields of ``PlanSettings``."""
     planned = PlanSettings(cost, dtypes, **settings)
-    return plan_matrices(matrices, planned, _fullest_bytes, load_ns={})
+    return plan_matrices(matrices, planned, _fullest_bytes)
 
 
 def _fullest_bytes(plan: ExchangePlan) -> int:

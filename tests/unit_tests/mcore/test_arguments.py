@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines: accepted ones, and each refusal with its message and exit code."""
 
-import argparse
 import contextlib
 import functools
 import types
@@ -194,6 +193,7 @@ LOCAL = {"cuda_graph_impl": "local"}
         ({**LOCAL, "cuda_graph_modules": "full_iteration_inference"}, False),
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"]}, False),
         ({"cuda_graph_impl": "none", "cuda_graph_modules": "full"}, False),
+        ({"muon_use_syrk": True}, True),
     ],
     ids=str,
 )
@@ -206,25 +206,3 @@ def test_settings_are_refused_only_together(settings, is_refused):
     settings = {"optimizer": "muon", **settings}
     with pytest.raises(SettingsError) if is_refused else contextlib.nullcontext():
         raise_where_refused(settings)
-
-
-@pytest.mark.parametrize(
-    ("given", "uses_syrk", "expected"),
-    [
-        (None, None, "standard"),
-        (None, True, "symmetric"),
-        (None, False, "standard"),
-        ("standard", True, "standard"),
-        ("gram", True, "gram"),
-    ],
-)
-def test_flag_of_later_megatron_chooses_its_kernels(given, uses_syrk, expected):
-    """--muon-use-syrk chooses kernels unless --muon-fsdp-newton-schulz is given."""
-    from megatron_muon.mcore import arguments
-    from megatron_muon.mcore.options import MuonOptions
-
-    flags = [] if given is None else ["--muon-fsdp-newton-schulz", given]
-    args = arguments.add_flags(argparse.ArgumentParser()).parse_args(flags)
-    if uses_syrk is not None:
-        args.muon_use_syrk = uses_syrk
-    assert MuonOptions.of(args).exchange.newton_schulz == expected

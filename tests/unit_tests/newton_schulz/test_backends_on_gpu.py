@@ -10,8 +10,6 @@ from helpers.device import device
 from helpers.exact import exact, relative_error, spectra
 from helpers.stacks import orthogonalized, settings
 
-from megatron_muon.newton_schulz import BACKENDS
-
 pytestmark = pytest.mark.cuda
 
 # Of Llama 3, Qwen3 and DeepSeek-V3, and odd ones.
@@ -26,7 +24,7 @@ MAX_ELEMENTS = 2**28
 STACKED = 0.05
 # Of the Frobenius norm, on the hardest spectrum: steps in bf16 have 0.15, the Gram form in fp16
 # 0.02 (docs/performance.md).
-LARGEST_ERRORS = {"standard": 0.25, "symmetric": 0.25, "gram": 0.05}
+LARGEST_ERRORS = {"standard": 0.25, "gram": 0.05}
 
 
 def _drawn(count: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -59,12 +57,7 @@ def test_stack_equals_upstream_matrix_by_matrix(shape):
 @pytest.mark.parametrize("backend", LARGEST_ERRORS)
 def test_backend_is_as_near_to_float64_as_documented(backend):
     """Errors on spectra with small singular values are as documented."""
-    problems = BACKENDS[backend].problems(settings(), device())
-    if problems:
-        pytest.skip(problems[-1])
-    # The kernel of "symmetric" takes no smaller ones.
-    shape = next(s for s in ((512, 2048), (5120, 5120)) if BACKENDS[backend].takes(*s))
-    for name, matrix in spectra(*shape, device()).items():
+    for name, matrix in spectra(512, 2048, device()).items():
         x = whole_matrices.normalized_bf16(matrix.float())
         error = relative_error(orthogonalized(x.unsqueeze(0), backend)[0], exact(x))
         print(f"{backend}, {name}: {error:.4f}")

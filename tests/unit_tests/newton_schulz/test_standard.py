@@ -91,7 +91,7 @@ def test_workspace_of_a_part_has_the_gram_matrix_of_the_whole():
 def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
     found = stack.clone()
     whole = stack.shape[1], stack.shape[2]
-    StackTask(found, BACKENDS[backend], NewtonSchulzArgs(settings(), whole, True), (0,)).run()
+    StackTask(found, BACKENDS[backend], NewtonSchulzArgs(settings(), whole, True)).run()
     return found
 
 

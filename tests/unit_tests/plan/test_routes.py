@@ -11,16 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import Route, routes
-from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import (
     MatrixLayout,
     OutputSlice,
-    RowRange,
     holders_of_segments,
     rows_in_buffer,
     tile,
 )
-from megatron_muon.plan.routes import cut, nearest_holder, parts_of, results_of, section_size
+from megatron_muon.plan.routes import (
+    cut,
+    parts_of,
+    results_of,
+    routes_of,
+    section_size,
+    source_of,
+)
 
 
 @st.composite
@@ -83,7 +88,7 @@ def test_shards_inside_a_row_are_refused():
 def test_boxes_with_gaps_overlaps_or_missing_rows_are_refused(rows):
     """A layout that loses or repeats a row is refused at construction."""
     boxes = {rank: (each, (0, 2)) for rank, each in enumerate(rows)}
-    found = tile((4, 2), OutputSlice(RowRange(0, 4)), boxes)
+    found = tile((4, 2), OutputSlice(range(4)), boxes)
     with pytest.raises(ValueError, match="expected regions with 8 elements in all"):
         MatrixLayout("w", *found, (0, 1))
 
@@ -105,7 +110,7 @@ def test_every_element_reaches_its_owner_once_and_returns(plan):
             for block, shape in enumerate(matrix.blocks)
             for part in parts_of(index, block, shape, owners)
         }
-        all_routes = list(plan.routes(index))
+        all_routes = list(routes_of(index, plan.matrices[index], plan.owners[index]))
         arrived: Counter[tuple[int, int, int]] = Counter()
         returned: Counter[tuple[int, int, int]] = Counter()
         for route in all_routes:
@@ -125,14 +130,18 @@ def test_every_element_reaches_its_owner_once_and_returns(plan):
         assert returned == dict.fromkeys(held, 1)
         for rank in matrix.ranks:
             mine = [route for route in all_routes if rank in route.holders]
-            assert list(plan.routes(index, rank)) == mine
+            of_matrix = routes_of(index, plan.matrices[index], plan.owners[index], rank)
+            assert list(of_matrix) == mine
 
 
 def test_route_has_fewer_elements_than_32_bits_count(monkeypatch):
     """A larger rectangle is several routes, and so several moves."""
     monkeypatch.setattr(routes, "MOST_ELEMENTS", 4 * 100)
     plan = plan_of([one_matrix([10, 0], 100)], max_owners=1)
-    found = [(r.row, r.local_row, r.num_rows, r.num_cols) for r in plan.routes(0)]
+    found = [
+        (r.row, r.local_row, r.num_rows, r.num_cols)
+        for r in routes_of(0, plan.matrices[0], plan.owners[0])
+    ]
     assert found == [(0, 0, 4, 100), (4, 4, 4, 100), (8, 8, 2, 100)]
 
 
@@ -151,20 +160,15 @@ def test_a_range_of_a_route_is_up_to_three_rectangles(start):
             assert piece.col - route.col == piece.local_col - route.local_col
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 4, 8])
 @pytest.mark.parametrize(("num_shards", "num_replicas"), [(1, 8), (2, 2), (8, 2), (8, 4), (6, 3)])
-def test_evenly_spaced_replicas_serve_equally_many_owners(num_shards, num_replicas, ranks_per_node):
-    """Each replica serves as many owners as there are shards."""
-    cost = CostModel(ranks_per_node=ranks_per_node)
+def test_evenly_spaced_replicas_serve_equally_many_owners(num_shards, num_replicas):
+    """Each replica serves as many owners as there are shards, and itself if it owns the matrix."""
     num_ranks = num_shards * num_replicas
     for shard in range(num_shards):
         holders = tuple(range(shard, num_ranks, num_shards))
-        served = Counter(nearest_holder(holders, owner, cost) for owner in range(num_ranks))
-        assert set(served) == set(holders)
-        assert num_shards % ranks_per_node or set(served.values()) == {num_shards}
-        for owner in range(num_ranks):
-            near = [rank for rank in holders if cost.node(rank) == cost.node(owner)]
-            assert nearest_holder(holders, owner, cost) in (near or holders)
+        served = Counter(source_of(holders, owner) for owner in range(num_ranks))
+        assert served == dict.fromkeys(holders, num_shards)
+        assert all(source_of(holders, owner) == owner for owner in holders)
 
 
 @given(

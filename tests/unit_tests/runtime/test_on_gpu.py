@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.device import device
+from helpers.kernel_bits import difference_from_torch
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 from helpers.whole_matrices import float64_normalize
@@ -226,7 +227,7 @@ def _waits_of_a_step() -> dict[str, int]:
 def _kernel_of_rows() -> list[Any]:
     """Compare the kernel that moves rows with torch, and say whether steps use it."""
     init_group()
-    return [row_moves.difference_from_torch(device()), row_moves.uses_kernel(device())]
+    return [difference_from_torch(device()), row_moves.uses_kernel(device())]
 
 
 def test_kernel_that_moves_rows_has_the_bits_of_torch():

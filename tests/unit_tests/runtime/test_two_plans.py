@@ -102,7 +102,6 @@ def _two_kinds(
     return {
         "wrong": wrong,
         "buckets": [len(plan.buckets) for plan in compute.plans],
-        "loads_ns": [plan.load_ns[rank] for plan in compute.plans],
         "rounds": [
             [action.plan, action.number]
             for action in compute._actions
@@ -120,10 +119,6 @@ def test_ranks_with_other_experts_share_the_dense_schedule():
     ):
         assert [each["wrong"] for each in found] == [[]] * 4, (num_buckets, has_replicas)
         assert found[0]["buckets"][1] == found[3]["buckets"][1]
-        # Dense matrices are planned on top of the experts.
-        for each in found:
-            experts_ns, all_ns = each["loads_ns"]
-            assert 0 < experts_ns <= all_ns
         if num_buckets == 16:
             assert found[0]["buckets"][0] != found[3]["buckets"][0]
             assert found[0]["rounds"] != found[3]["rounds"]
