@@ -89,8 +89,8 @@ def test_copies_follow_to_the_bit(is_transposed):
         param.data[1, 2:] = torch.tensor([1.0, torch.nan, torch.inf, -1.0])
         param.data[2, 0].copy_(torch.nextafter(param.data[2, 0], param.data[2, 0] + 1))
         param.data[3].neg_()
-        assert muon.muon_step.reserve() == []
-    muon.muon_step.release()
+        assert muon.muon.reserve() == []
+    muon.muon.release()
     for main, before, own in zip(mains, old, (param, other), strict=True):
         expected = torch.where(before.to(own.dtype) == own, before, own)
         assert torch.equal(main.isnan(), expected.isnan())
