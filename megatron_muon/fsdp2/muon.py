@@ -170,6 +170,12 @@ class Muon(torch.optim.Optimizer):
     def _planned_step(self, problems: Sequence[str] = ()) -> MuonStep:
         """Return the step of matrices; at first it is planned, by all ranks together."""
         if self.muon is None:
+            # It never steps: it holds the groups and the state of matrices.
+            self._matrices = WholeMatrixMuon([{"params": []}])
+        self._matrices.param_groups = self._groups("muon")
+        if self._has_state:
+            self._matrices.state = self.state
+        if self.muon is None:
             arguments = MuonArguments(**self._options)
             replicas, tensor_group = arguments.process_group, arguments.tensor_group
             others = [*planned_parameters(self._groups("adamw", "lion"))]
@@ -177,9 +183,6 @@ class Muon(torch.optim.Optimizer):
                 [*planned_parameters(self._groups("muon"))], replicas, tensor_group
             )
             wrong = parameter_problems(type(self), parameters, rows_device)
-            # It never steps: it holds the groups and the state of matrices.
-            self._matrices = WholeMatrixMuon([{"params": []}])
-            self._matrices.param_groups = self._groups("muon")
             step = MuonStep(
                 [self._matrices],
                 parameters,
@@ -193,9 +196,6 @@ class Muon(torch.optim.Optimizer):
             holders = by_holders(step.plan_inputs, others, replicas or tensor_group)
             self._agreement = Agreement(holders, step.group, device, arguments.check_gradients)
             self.muon, self._planned = step, self._planned_groups()
-        self._matrices.param_groups = self._groups("muon")
-        if self._has_state:
-            self._matrices.state = self.state
         return self.muon
 
     def _planned_groups(self) -> list[Any]:
@@ -242,7 +242,8 @@ class Muon(torch.optim.Optimizer):
         """
         if self.muon is not None:
             self._agreement.refuse_last()
-        if self._has_state and self.state:
+        # torch's checkpoints make state by a step where there is none.
+        if self._has_state and (self.state or not self._is_lazy):
             self._planned_step().follow_state()
         return super().state_dict()
 

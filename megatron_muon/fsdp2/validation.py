@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.matrices import output_slices
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
 from megatron_muon.rows.parameters import (
     PlannedParameter,
@@ -62,16 +61,7 @@ def _parameter_problem(parameter: PlannedParameter, device: torch.device) -> str
     for key, value in (("transposed", parameter.is_transposed), ("flatten", parameter.flattens)):
         if type(value) is not bool:
             return f"{parameter.name}: {key}: expected True or False, got {value!r}. Set it so"
-    try:
-        problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
-        if problem is None:
-            output_slices(
-                parameter.view.shape[-2:][int(parameter.is_transposed)],
-                parameter.split_sizes,
-                is_transposed=parameter.is_transposed,
-            )
-    except ValueError as error:
-        problem = str(error)
+    problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
     return None if problem is None else f"{parameter.name}: {problem}"
 
 

@@ -31,7 +31,7 @@ from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.plan_inputs import find_plan_inputs
 from megatron_muon.step.second_moments import SecondMoments
-from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, place_momentum
+from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, placed_momentum
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +189,13 @@ class MuonStep:
         """Add missing tensors to a state that was created or loaded, in the dtypes of this run."""
         own = {param: state.setdefault(param, {}) for param in self._params}
         for param, values in own.items():
-            if "momentum_buffer" not in values:
-                values["momentum_buffer"] = torch.zeros_like(param.detach())
+            if (momentum := values.get("momentum_buffer")) is None:
+                momentum = torch.zeros_like(param.detach())
+            values["momentum_buffer"] = placed_momentum(
+                momentum, self._step.momentum_dtype, in_cpu_memory=self._step.offload_momentum
+            )
         self._main_params.create(own)
         self._moments.create(own)
-        place_momentum(own, self._step.momentum_dtype, in_cpu_memory=self._step.offload_momentum)
 
     def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Describe the shards of a state by name."""
@@ -210,7 +212,8 @@ class MuonStep:
         Users own the state: they empty it between phases of a training, or replace its tensors.
         """
         states = self._states()
-        places = [(states[param], key) for param, shards in self._stored.items() for key in shards]
+        own = zip(states.values(), self._stored.values(), strict=True)
+        places = [(state, key) for state, shards in own for key in shards]
         if are_same(self._followed, [state.get(key) for state, key in places]):
             return []
         problems, removed = [], set()

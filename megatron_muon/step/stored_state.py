@@ -20,43 +20,33 @@ from megatron_muon.step.elementwise import TensorList
 MAIN_PARAM = "main_param"
 
 
-def place_momentum(
-    state: Mapping[torch.Tensor, dict[str, Any]], dtype: torch.dtype, *, in_cpu_memory: bool
-) -> None:
-    """Convert the momentum of a state, which torch makes and loads like its parameter.
+def placed_momentum(
+    momentum: torch.Tensor, dtype: torch.dtype, *, in_cpu_memory: bool
+) -> torch.Tensor:
+    """Return momentum in its dtype and memory; torch makes and loads it like its parameter.
+
+    In CPU memory it is pinned where it comes from a GPU. Of a DTensor only the local tensor moves,
+    as FSDP2's ``CPUOffloadPolicy`` does with parameters: mesh and placements stay those of the
+    device. Source: torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_common.py,
+    _from_local_no_grad.
 
     Raises:
         RuntimeError: CPU memory cannot be pinned.
     """
-    for values in state.values():
-        if "momentum_buffer" not in values:
-            continue
-        values["momentum_buffer"] = values["momentum_buffer"].to(dtype)
-        if in_cpu_memory:
-            try:
-                values["momentum_buffer"] = _in_cpu_memory(values["momentum_buffer"])
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "offload_momentum: expected CPU memory that can be pinned, got "
-                    f"{first_line(error)}"
-                ) from error
-
-
-def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in CPU memory, pinned where it comes from a GPU; itself if it is there.
-
-    Of a DTensor only the local tensor moves, as FSDP2's ``CPUOffloadPolicy`` does with parameters:
-    mesh and placements remain the device's. Source: torch 2.15,
-    torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _from_local_no_grad.
-    """
-    local = local_tensor(tensor)
-    if local.device.type == "cpu":
-        return tensor
-    memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
+    momentum = momentum.to(dtype)
+    local = local_tensor(momentum)
+    if not in_cpu_memory or local.device.type == "cpu":
+        return momentum
+    try:
+        memory = torch.empty(local.shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"offload_momentum: expected CPU memory that can be pinned, got {first_line(error)}"
+        ) from error
     memory.copy_(local)
-    if not isinstance(tensor, DTensor):
+    if not isinstance(momentum, DTensor):
         return memory
-    return DTensor(memory, tensor._spec, requires_grad=False)
+    return DTensor(memory, momentum._spec, requires_grad=False)
 
 
 def tensors_in(arena: Arena, offset: int, shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
