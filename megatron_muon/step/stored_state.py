@@ -60,8 +60,8 @@ class MomentumStaging:
     """Float32 memory of the device for momentum that is kept in bfloat16 or in CPU memory.
 
     A step loads, averages and stores it in portions. Copies into CPU memory run on a stream of
-    their own, beside the load of the next portion, as a link carries both directions at once; the
-    last copies run beside the exchange. Therefore portions use two slots in turn.
+    their own, beside the load of the next portion, as a link carries both directions at once.
+    Therefore portions use two slots in turn. ``wait()`` follows the last portion.
 
     Args:
         portions: Shapes of tensors by portion.
@@ -109,17 +109,15 @@ class MomentumStaging:
         Raises:
             MemoryError: The device has too little memory, with sizes.
         """
-        self.wait()
         self._arena.allocate()
 
     def free(self) -> None:
-        """Return the memory after the last copy."""
-        self.wait()
+        """Return the memory."""
         self._arena.free()
 
     def load(self, number: int, staged: TensorList, kept: TensorList) -> None:
         """Copy kept momentum of a portion into its slot."""
-        self._wait_for_slot(number % self._num_slots)
+        self.wait(number % self._num_slots)
         torch._foreach_copy_(staged, kept, non_blocking=True)
 
     def store(self, number: int, staged: TensorList, kept: TensorList) -> None:
@@ -134,20 +132,12 @@ class MomentumStaging:
             torch._foreach_copy_(kept, sources, non_blocking=True)
             self._in_flight[number % self._num_slots] = self._stream.record_event(), sources
 
-    def wait_for_converted(self) -> None:
-        """Let the current stream wait for the memory of conversions, which others need next."""
-        if self.converted_bytes:
-            self.wait()
-
-    def wait(self) -> None:
-        """Let the current stream wait for all copies."""
-        for slot in tuple(self._in_flight):
-            self._wait_for_slot(slot)
-
-    def _wait_for_slot(self, slot: int) -> None:
-        if slot in self._in_flight:
-            end, _ = self._in_flight.pop(slot)
-            torch.cuda.current_stream(self._device).wait_event(end)
+    def wait(self, *slots: int) -> None:
+        """Let the current stream wait for the last copies of slots; without one, for all copies."""
+        for slot in slots or tuple(self._in_flight):
+            if slot in self._in_flight:
+                end, _ = self._in_flight.pop(slot)
+                torch.cuda.current_stream(self._device).wait_event(end)
 
     def synchronize(self) -> None:
         """Let the host wait until momentum in CPU memory may be read or written."""
