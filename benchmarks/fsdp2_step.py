@@ -224,7 +224,7 @@ class Stepped:
         """Return the bytes that all ranks send, by the plans of this package."""
         from megatron_muon.tools.plan.rank_report import build_report
 
-        plans = self.optimizer.engine.plans  # type: ignore[attr-defined]
+        plans = self.optimizer.muon.engine.plans  # type: ignore[attr-defined]
         report = build_report(dist.get_world_size(), plans)
         return sum(rank.bytes_sent for rank in report.ranks)
 

@@ -14,8 +14,8 @@ Files, each importing only those above it::
     gradients    agreement on missing and non-finite gradients
     settings     keyword arguments of Muon
     validation   refuses parameters at construction
-    loading      refuses optimizer states on load
-    muon         Muon
+    loading      refuses optimizer states, on load or later
+    muon         Muon: its plan, step and state
     fused        layout of a matrix, from its module
     groups       the parameters of a model, sorted by evidence
     muon_adamw   Muon, AdamW and Lion in one optimizer

@@ -4,14 +4,12 @@
 
 ``MuonAdamW.from_model`` chooses by names and modules. Here they have to be found: Python's garbage
 collector knows all modules. The outermost one that has the parameters counts, as a part of a model
-has no names of the layers around it. Where several have them, the module counts whose
-``parameters()`` is running, or that a generator expression runs over.
+has no names of the layers around it.
 """
 
 import gc
 import inspect
 from collections.abc import Sequence
-from types import GeneratorType
 from typing import Any
 
 import torch
@@ -53,7 +51,6 @@ class from_parameters(MuonAdamW):
         **options: Any,  # noqa: ANN401 - of from_model, by name
     ) -> MuonAdamW:
         """Build a ``MuonAdamW``."""
-        running = _running_module(params)
         # torch checks the parameters, and makes groups of them.
         groups = torch.optim.Optimizer(params, {}).param_groups
         wanted = [param for group in groups for param in group["params"] if param.requires_grad]
@@ -62,7 +59,7 @@ class from_parameters(MuonAdamW):
         of_choice = {
             key: options.pop(key) for key in inspect.signature(choose).parameters if key in options
         }
-        choices = choose(_model_of(wanted, running), **of_choice)
+        choices = choose(_model_of(wanted), **of_choice)
         divided = []
         for group in groups:
             tensors = set(group["params"])
@@ -78,29 +75,12 @@ class from_parameters(MuonAdamW):
         return optimizer
 
 
-def _running_module(source: Any) -> torch.nn.Module | None:  # noqa: ANN401 - any iterable
-    """Return the module whose method is a generator, or the source of a generator expression."""
-    while isinstance(source, GeneratorType) and source.gi_frame is not None:
-        variables = source.gi_frame.f_locals
-        if isinstance(variables.get("self"), torch.nn.Module):
-            return variables["self"]
-        source = variables.get(".0")
-    return None
-
-
-def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -> torch.nn.Module:
+def _model_of(wanted: Sequence[torch.Tensor]) -> torch.nn.Module:
     """Return the outermost module that has the parameters, or a list of several, as of a pipeline.
 
     A module is left out if another one has its parameters, and more: a loss may have the head's.
-
-    Args:
-        wanted: The parameters.
-        running: Module to take where it is open which one counts, if it has the parameters.
     """
     places = {param: place for place, param in enumerate(wanted)}
-    # A layer alone has no name: it may be the head of a model.
-    if running is not None and not (running._modules and places.keys() <= {*running.parameters()}):
-        running = None
     # Modules that were deleted may be waiting for it.
     gc.collect()
     # isinstance() would ask proxies; modules may be under construction.
@@ -119,16 +99,14 @@ def _model_of(wanted: Sequence[torch.Tensor], running: torch.nn.Module | None) -
     owned = [(module, params) for module, params in owned if not any(params < p for _, p in owned)]
     # The order of the collector differs between ranks.
     owned.sort(key=lambda pair: min(places[param] for param in pair[1]))
-    if len(owned) == 1 and not missing:
-        return owned[0][0]
-    if running is not None:
-        return running
     if missing:
         raise ValueError(
             f"params: expected parameters of modules, got {len(missing)} that no module has, of "
             f"shapes {sorted({tuple(param.shape) for param in missing})}. Pass the parameters that "
             "the model has now, as fully_shard makes new ones, or call MuonAdamW.from_model(model)"
         )
+    if len(owned) == 1:
+        return owned[0][0]
     # Names and modules of shared parameters may lead to different choices, and a layer alone has
     # no name: it may be a head.
     num_shared = sum(len(params) for _, params in owned) - len(places)

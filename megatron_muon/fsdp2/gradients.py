@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.parameters import ranks_with
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
@@ -17,7 +16,7 @@ from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
 )
-from megatron_muon.runtime.tensors import NotFinite, find_not_finite, local_tensor
+from megatron_muon.runtime.tensors import NotFinite, find_not_finite, local_tensor, sharding_of
 from megatron_muon.step.plan_inputs import PlanInputs
 
 _ADVICE = "Nothing was updated."
@@ -270,10 +269,8 @@ def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_of_muon: bool) -> st
         advice = "Leave it as the backward pass of the sharded model writes it"
     else:
         return None
-    return (
-        f"expected a gradient like the parameter, {_description(param)}, got {_description(grad)}. "
-        + advice
-    )
+    own, got = (sharding_of(each, "dtype", "layout", "device") for each in (param, grad))
+    return f"expected a gradient like the parameter, {own}, got {got}. {advice}"
 
 
 def _blocked_problems(parameters: Iterable[PlannedParameter]) -> list[str]:
@@ -289,9 +286,3 @@ def _blocked_problems(parameters: Iterable[PlannedParameter]) -> list[str]:
                     "the loss, or set requires_grad to False before fully_shard()"
                 )
     return list(problems.values())
-
-
-def _description(tensor: torch.Tensor) -> str:
-    local = local_tensor(tensor)
-    text = f"{local.dtype} {tuple(local.shape)} {local.layout} on {local.device.type}"
-    return text + (f" {tensor.placements}" if isinstance(tensor, DTensor) else "")

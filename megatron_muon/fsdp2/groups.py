@@ -314,9 +314,7 @@ def as_groups(choices: Iterable[Choice]) -> list[dict[str, Any]]:
 def _splits_of(choice: Choice) -> str:
     """Return the form of splits for a fused matrix."""
     *_, leaf = without_wrappers(choice.name).removesuffix(".weight").split(".")
-    half = choice.param.shape[-1 if choice.options.get("transposed") else -2] // 2
-    sizes = (half, half // 2, half // 2) if "q" in leaf and "v" in leaf else (half, half)
-    return f', or the outputs of its parts, as splits={{r"\\b{leaf}\\b": {sizes}}}'
+    return f', or the outputs of its parts, as splits={{r"\\b{leaf}\\b": (outputs, outputs)}}'
 
 
 def refuse_to_guess(groups: Sequence[Group]) -> None:

@@ -4,8 +4,9 @@
 
 import copy
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from megatron_muon.fsdp2.parameters import (
 )
 from megatron_muon.fsdp2.settings import PLANNED, key_problems, layout_of
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.tensors import local_tensor, sharding_of
+from megatron_muon.runtime.tensors import are_same, sharding_of
 from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
+
+_THROUGH_DCP = "Load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+type Followed = Sequence[weakref.ref[torch.Tensor]]
 
 # Keys of a parameter's state in Muon, the second only if it is adaptive.
 _MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER}
@@ -66,7 +70,7 @@ def arrange_state(
             current = {k: v for k, v in fresh.get(param, {}).items() if k in _MUON_KEYS}
             # From a flat state torch makes empty dictionaries of missing entries.
             loaded = {k: _placed(k, v, param, values) for k, v in saved.items() if v != {}}
-            problem = _problem(param, algorithm, current, loaded)
+            problem = _problem(param, algorithm, current, loaded, _THROUGH_DCP)
             # Without a gradient a parameter of AdamW has no state. torch's checkpoints leave out
             # parameters that were frozen since.
             has_none = not saved and not param.requires_grad
@@ -135,7 +139,9 @@ def _without_wrappers(names: Sequence[str]) -> list[str]:
     return [own if counts[own] == 1 else name for name, own in zip(names, short, strict=True)]
 
 
-def _problem(param: torch.Tensor, algorithm: str, current: Group, saved: Group) -> str | None:
+def _problem(
+    param: torch.Tensor, algorithm: str, current: Group, saved: Group, advice: str, *attributes: str
+) -> str | None:
     """Describe a mismatch of a state and its parameter, or return None."""
     keys = saved.keys() & _MUON_KEYS.union(*_KEYS.values())
     expected = _KEYS.get(algorithm, current.keys())
@@ -143,58 +149,45 @@ def _problem(param: torch.Tensor, algorithm: str, current: Group, saved: Group) 
         return f"expected {sorted(expected)} of {algorithm}, got {sorted(keys)}"
     for key in sorted(keys):
         like = current[key] if key == MOMENT2_BUFFER else param
-        own, other = sharding_of(like), sharding_of(saved[key])
+        own, other = (sharding_of(tensor, *attributes) for tensor in (like, saved[key]))
         if own != other:
-            return (
-                f"expected {key} of {own}, got {other}. Load through "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            )
+            return f"expected {key} of {own}, got {other}. {advice}"
+    if algorithm == "adamw" and sharding_of(saved.get("step")) != "local shape ()":
+        return f"expected step, a tensor of one number, got {saved.get('step')}. {advice}"
     return None
 
 
-def _traits(value: Any) -> Any:  # noqa: ANN401 - of users
-    """Return the traits that a tensor of the state must share with its parameter."""
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    local = local_tensor(value)
-    # Sizes of an empty shard vary.
-    shape = tuple(local.shape) if local.numel() else "empty"
-    return shape, getattr(value, "placements", None), local.dtype, local.device.type
-
-
 def check_elementwise_state(
-    algorithms: Iterable[str],
-    groups: Iterable[Group],
-    state: State,
-) -> tuple[list[str], set[torch.Tensor]]:
-    """Return problems of the state of AdamW and Lion, and parameters that get a fresh one.
+    groups: Sequence[Group], algorithms: Sequence[str], state: State, followed: Followed
+) -> tuple[list[str], set[torch.Tensor], Followed]:
+    """Check the state of AdamW and Lion, which users remove or replace, where it is another one.
 
     Args:
-        algorithms: Algorithms of the groups.
         groups: Parameter groups.
-        state: State by parameter; users may have removed or replaced some.
+        algorithms: Their algorithms.
+        state: State by parameter.
+        followed: Its tensors when it was checked.
+
+    Returns:
+        Problems, parameters that get fresh state, and the tensors that are checked now.
     """
-    problems: list[str] = []
-    fresh: set[torch.Tensor] = set()
-    for number, (algorithm, group) in enumerate(zip(algorithms, groups, strict=True)):
-        if algorithm == "muon":
-            continue
-        keys = [*_KEYS[algorithm], *["max_exp_avg_sq"] * bool(group.get("amsgrad"))]
-        for index, param in enumerate(group["params"]):
-            values, expected = state.get(param), _traits(param)
-            if not values:
-                fresh |= {param} if param.grad is not None else set()
-                continue
-            wrong = [key for key in keys if _traits(values.get(key)) != expected]
-            if algorithm == "adamw" and getattr(values.get("step"), "shape", None) != ():
-                wrong.append("step")
-            problems += [
-                f"group {number}, parameter {index}: expected {key} as torch makes it for "
-                f"{expected}, got {_traits(values.get(key))}. Put such a tensor there, or remove "
-                "all of its state"
-                for key in wrong
-            ]
-    return problems, fresh
+    own = [pair for pair in zip(groups, algorithms, strict=True) if pair[1] != "muon"]
+    params = [param for group, _ in own for param in group["params"]]
+    fresh = {param for param in params if param.grad is not None and not state.get(param)}
+    stored = [value for param in params for value in state.get(param, {}).values()]
+    tensors = [value for value in stored if isinstance(value, torch.Tensor)]
+    if are_same(followed, tensors):
+        return [], fresh, followed
+    names = {p.param: p.name for p in planned_parameters(groups)}
+    advice = "Put a tensor like the parameter there, or remove all of its state"
+    problems = [
+        f"{names[param]}: {problem}"
+        for group, algorithm in own
+        for param in group["params"]
+        if (values := state.get(param))
+        and (problem := _problem(param, algorithm, {}, values, advice, "dtype", "device"))
+    ]
+    return problems, fresh, [] if problems else [*map(weakref.ref, tensors)]
 
 
 def call_pre_hooks(

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for DTensors: momentum on shards, Newton-Schulz on whole matrices."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +14,14 @@ from torch.optim.optimizer import ParamsT
 from megatron_muon.fsdp2.gradients import Agreement, by_holders, refuse_grad_scaler
 from megatron_muon.fsdp2.loading import (
     ADVICE,
+    Followed,
     arrange_state,
     call_post_hooks,
     call_pre_hooks,
+    check_elementwise_state,
 )
-from megatron_muon.fsdp2.parameters import Group, planned_parameters, view_parameters
-from megatron_muon.fsdp2.settings import (
-    MuonArguments,
-    group_problems,
-    key_problems,
-    layout_of,
-)
+from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
+from megatron_muon.fsdp2.settings import MuonArguments, key_problems, layout_of
 from megatron_muon.fsdp2.validation import parameter_problems
 from megatron_muon.runtime.agreement import (
     INTERRUPTED,
@@ -31,18 +29,23 @@ from megatron_muon.runtime.agreement import (
     gather_objects,
     raise_where_any_rank_fails,
 )
-from megatron_muon.runtime.arena import NOTHING, OtherBytes
+from megatron_muon.runtime.plan_runner import profiler_range
 from megatron_muon.step.dependencies import environment_problems
+from megatron_muon.step.elementwise import (
+    elementwise_bytes,
+    state_of_empty_shards,
+    step_without_hooks,
+)
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
 
 _REPLANNED = (
-    "param_groups: expected split_sizes, transposed and flatten of construction, which decide the "
-    "plan, got others. Build a new optimizer"
+    "param_groups: expected the parameters, split_sizes, transposed and flatten of the plan, got "
+    "others. Build a new optimizer"
 )
 
 
-class Muon(WholeMatrixMuon):
+class Muon(torch.optim.Optimizer):
     """Step matrices that ``fully_shard`` has sharded; one rank orthogonalizes a matrix.
 
     A step equals emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
@@ -66,11 +69,11 @@ class Muon(WholeMatrixMuon):
         lr: Learning rate.
         momentum: EMA coefficient.
         weight_decay: Coefficient.
-        others: Parameter groups of another optimizer, as in ``MuonAdamW``: their gradients are
-            checked too.
         options: Of ``MuonArguments``.
 
     Attributes:
+        algorithms: Algorithms by parameter group.
+        muon: The step of matrices; None before their exchange is planned.
         fresh_if_moved: Whether a state is loaded if it lacks parameters, or has state of another
             algorithm for them. They get fresh state, and parameter groups without a match in the
             checkpoint keep their values. Initially False: such a state is refused.
@@ -90,15 +93,18 @@ class Muon(WholeMatrixMuon):
     # torch.amp.GradScaler then always calls step(), which refuses it. It would skip the step of one
     # rank with overflows, and the others would wait.
     _step_supports_amp_scaling = True
+    # Whether the exchange is planned, and the state made, by the first step or load.
+    _is_lazy = False
 
-    muon_step: MuonStep
-    # Keys of groups that decide the plan, once it is made.
-    _layouts: list[dict[str, Any]] | None = None
+    algorithms: tuple[str, ...] = ()
+    muon: MuonStep | None = None
     fresh_if_moved: bool = False
+    # Whether ``state`` has the state of matrices; its other tensors at the last step.
+    _has_state: bool = False
+    _followed: Followed = ()
     # From the first change of a step to its end: after an error between them, some weights and
-    # momentum have changed, and others have not.
+    # state have changed, and others have not.
     _is_changing: bool = False
-    state: dict[torch.Tensor, dict[str, Any]]
 
     def __init__(
         self,
@@ -106,54 +112,102 @@ class Muon(WholeMatrixMuon):
         lr: float = 3e-4,
         momentum: float = 0.95,
         weight_decay: float = 0.01,
-        *,
-        others: Sequence[Group] = (),
         **options: Any,  # noqa: ANN401 - of MuonArguments, by name
     ) -> None:
-        arguments = MuonArguments(**options)
-        self._settings = {**vars(arguments), "algorithm": "muon"}
+        self._options = options
         problems = []
+        common = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         try:
-            arguments.check()
-            super().__init__(
-                # torch refuses an empty list, as of a pipeline stage.
-                list(params) or [{"params": []}],
-                lr,
-                momentum,
-                weight_decay,
-                nesterov=arguments.nesterov,
-                weight_decay_method=arguments.weight_decay_method,
-                fp32_matmul_prec=arguments.fp32_matmul_prec,
-            )
+            self._set_groups(params, {"muon": common})
         # Do not raise yet: other ranks are still in the constructor. Errors are raised together.
         except (TypeError, ValueError) as error:
             problems.append(str(error))
-            self.param_groups: list[dict[str, Any]] = []
-        replicas, tensor_group = arguments.process_group, arguments.tensor_group
-        parameters, unplanned, device, rows_device = view_parameters(
-            list(planned_parameters(self.param_groups)), replicas, tensor_group
-        )
-        problems += environment_problems() + unplanned
-        problems += parameter_problems(self, parameters, rows_device)
-        self.muon_step = step = MuonStep(
-            [self],
-            parameters,
-            arguments.settings,
-            arguments.moments,
-            device,
-            rows_device,
-            problems=problems,
-            has_others=bool(others),
-        )
-        self.engine = step.engine
-        holders = by_holders(
-            step.plan_inputs, list(planned_parameters(others)), replicas or tensor_group
-        )
-        self._agreement = Agreement(holders, step.group, device, arguments.check_gradients)
-        self._layouts = self._layouts_now()
+            self.param_groups, self.algorithms = [], ()
+        self._planned_step(problems)
+        self._show_state()
 
-    def _layouts_now(self) -> list[dict[str, Any]]:
-        return [layout_of(group) for group in self.param_groups if group["params"]]
+    def _set_groups(self, params: Iterable[Any], defaults: dict[str, dict[str, Any]]) -> None:
+        """Check arguments, and make the parameter groups, given defaults by algorithm."""
+        arguments = MuonArguments(**self._options)
+        self._settings = {**vars(arguments), "algorithm": "muon"}
+        arguments.check()
+        self._defaults = defaults
+        # torch refuses an empty list, as of a pipeline stage.
+        super().__init__(list(params) or [{"params": []}], {**defaults["muon"]})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, until the exchange is planned.
+
+        Raises:
+            RuntimeError: It has been planned.
+            ValueError: The algorithm is unknown, or a key is read by no step.
+        """
+        if self.muon is not None:
+            raise RuntimeError(
+                "add_param_group: expected all parameters before their exchange is planned, got "
+                "more. Build a new optimizer with all of them."
+            )
+        algorithm = param_group.pop("algorithm", "muon")
+        if algorithm not in self._defaults:
+            raise ValueError(
+                f"algorithm: expected one of {(*self._defaults,)}, got {algorithm!r}. Choose one"
+            )
+        for key, value in self._defaults[algorithm].items():
+            param_group.setdefault(key, value)
+        if problems := key_problems(param_group, algorithm, self._settings, is_new=True):
+            raise ValueError("; ".join(problems))
+        super().add_param_group(param_group)
+        self.algorithms += (algorithm,)
+
+    def _groups(self, *algorithms: str) -> list[dict[str, Any]]:
+        pairs = zip(self.algorithms, self.param_groups, strict=True)
+        return [group for algorithm, group in pairs if algorithm in algorithms]
+
+    def _others(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the optimizers of other algorithms, with this one's groups and state."""
+        return ()
+
+    def _planned_step(self, problems: Sequence[str] = ()) -> MuonStep:
+        """Return the step of matrices; at first it is planned, by all ranks together."""
+        if self.muon is None:
+            # It never steps: it holds the groups and the state of matrices.
+            self._matrices = WholeMatrixMuon([{"params": []}])
+        self._matrices.param_groups = self._groups("muon")
+        if self._has_state:
+            self._matrices.state = self.state
+        if self.muon is None:
+            arguments = MuonArguments(**self._options)
+            replicas, tensor_group = arguments.process_group, arguments.tensor_group
+            others = [*planned_parameters(self._groups("adamw", "lion"))]
+            parameters, unplanned, device, rows_device = view_parameters(
+                [*planned_parameters(self._groups("muon"))], replicas, tensor_group
+            )
+            wrong = parameter_problems(type(self), parameters, rows_device)
+            step = MuonStep(
+                [self._matrices],
+                parameters,
+                arguments.settings,
+                arguments.moments,
+                device,
+                rows_device,
+                problems=[*problems, *environment_problems(), *unplanned, *wrong],
+                has_others=bool(others),
+            )
+            holders = by_holders(step.plan_inputs, others, replicas or tensor_group)
+            self._agreement = Agreement(holders, step.group, device, arguments.check_gradients)
+            self.muon, self._planned = step, self._planned_groups()
+        return self.muon
+
+    def _planned_groups(self) -> list[Any]:
+        """Return what decides the plan, which keeps the parameters alive."""
+        groups = [group for group in self.param_groups if group["params"]]
+        return [(layout_of(group), [*map(id, group["params"])]) for group in groups]
+
+    def _show_state(self) -> None:
+        """Let ``state`` have the state of matrices."""
+        if not self._has_state:
+            self.state.update(self._matrices.state)
+            self._has_state = True
 
     def refresh_main_params(self) -> None:
         """Let the next step read bfloat16 parameters that were changed outside of a step.
@@ -163,11 +217,12 @@ class Muon(WholeMatrixMuon):
         state of the optimizer. The first step, and the first one after ``load_state_dict()``, need
         no call.
         """
-        self.muon_step.refresh_main_params()
+        if self.muon is not None:
+            self.muon.refresh_main_params()
 
     def record_metrics(self, is_on: bool = True) -> None:
-        """Record metrics of every step for ``last_metrics()``, by a pass over its tensors."""
-        self.muon_step.record_metrics(is_on)
+        """Record metrics of every step for ``last_metrics()``; called by all ranks together."""
+        self._planned_step().record_metrics(is_on)
 
     def last_metrics(self) -> StepMetrics:
         """Return the metrics of the last step; called by all ranks that step together.
@@ -177,19 +232,7 @@ class Muon(WholeMatrixMuon):
 
         Communication: a gather of objects. The host waits for the device.
         """
-        return self.muon_step.last_metrics()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group at construction, as torch does; afterwards the plan is fixed."""
-        if self._layouts is not None:
-            raise RuntimeError(
-                "add_param_group: expected all parameters at construction, which plans their "
-                "exchange, got more. Build a new optimizer with all of them."
-            )
-        group = {**self.defaults, **param_group}
-        if problems := key_problems(group, "muon", self._settings, is_new=True):
-            raise ValueError("; ".join(problems))
-        super().add_param_group(param_group)
+        return self._planned_step().last_metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups; state that was removed is fresh, as in the next step.
@@ -197,98 +240,104 @@ class Muon(WholeMatrixMuon):
         Raises:
             RuntimeError: Gradients of the last step were not finite (``check_gradients``).
         """
-        self._agreement.refuse_last()
-        self.muon_step.follow_state()
+        if self.muon is not None:
+            self._agreement.refuse_last()
+        # torch's checkpoints make state by a step where there is none.
+        if self._has_state and (self.state or not self._is_lazy):
+            self._planned_step().follow_state()
         return super().state_dict()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as object's
-        """Refuse to be copied or pickled: process groups cannot be."""
-        raise TypeError(
-            "Muon: expected no copy, which would need process groups of its own. Build another "
-            "one, and load the state of this one."
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of copies and pickles, until the exchange is planned."""
+        if self.muon is not None:
+            raise TypeError(
+                f"{type(self).__name__}: expected no copy once the exchange is planned, which "
+                "makes process groups. Build another one, and load the state of this one."
+            )
+        names = ("_options", "_settings", "_defaults", "algorithms")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load momentum and parameter groups; the splits of matrices stay.
+        """Load the state of all groups; the splits of matrices stay.
 
-        Called by all ranks that step together.
+        Called by all ranks that step together; before a plan by all ranks of the job.
+
+        Args:
+            state_dict: Of this class, or without state: if no rank has any before a plan, only the
+                groups are taken, and nothing is planned.
 
         Raises:
             RuntimeError: On all ranks, when one cannot load its state, or a parameter gets no
-                momentum, or momentum with other shards. The old state stays.
+                momentum, or momentum with other shards. The old state stays. Also as the
+                construction of ``Muon``, where it plans.
 
-        Communication: a gather of objects, and a flag, over the ranks that step together.
+        Communication: a gather of objects, and a flag, over the ranks that step together; before a
+            plan also two gathers of objects over the job.
         """
-        self._load(self, ["muon"] * len(self.param_groups), *call_pre_hooks(self, state_dict))
-        call_post_hooks(self)
-
-    def _load(
-        self,
-        optimizer: torch.optim.Optimizer,
-        algorithms: Sequence[str],
-        state_dict: Mapping[str, Any],
-        problems: Sequence[str],
-    ) -> bool:
-        """Load the state of this optimizer, or of the one around it, on all ranks or on none.
-
-        Args:
-            optimizer: That optimizer.
-            algorithms: Algorithms of its parameter groups.
-            state_dict: Its state, with its errors, of ``call_pre_hooks()``.
-            problems: These errors.
-
-        Returns:
-            Whether a rank has loaded state; False if all have loaded one from before a first step.
-        """
-        step = self.muon_step
+        state_dict, problems = call_pre_hooks(self, state_dict)
         has_state = bool(problems or state_dict.get("state", True))
-        if self._agreement.holders:
+        step = self.muon
+        # A rank without parameters and state plans with the others.
+        if step is None and any(gather_objects(has_state)):
+            step = self._planned_step()
+        if step is not None and self._agreement.holders:
             has_state = any(gather_objects(has_state, step.group))
         state: dict[torch.Tensor, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         # The state views these tensors, and a load copies into them.
         moments: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            moments += [(own.values, own.values.clone()) for own in self.engine.moments]
-            if not problems:
+            if step is not None:
+                moments += [(own.values, own.values.clone()) for own in step.engine.moments]
                 # Without state that was removed no key would be expected.
-                step.follow_state()
+                self._planned_step().follow_state()
+            if not problems:
                 state, groups, problems = arrange_state(
-                    optimizer.param_groups,
-                    algorithms,
+                    self.param_groups,
+                    self.algorithms,
                     self._settings,
                     state_dict,
-                    self.state if has_state else {},
+                    self._matrices.state if step is not None and has_state else {},
                     self.fresh_if_moved,
                 )
-            if not problems:
+            if step is not None and not problems:
                 step.complete_state(state)
         # Any error: other ranks may have loaded theirs.
         except Exception as error:
             problems = [first_line(error)]
         try:
-            # A rank without parameters has no group to agree with.
-            if self._agreement.holders:
-                raise_where_any_rank_fails(problems, step.group, step.device, ADVICE)
-            elif problems:
-                raise RuntimeError("\n".join([*problems, ADVICE]))
+            self._refuse_load(problems)
         except RuntimeError:
             for values, old in moments:
                 values.copy_(old)
             raise
-        optimizer.state, optimizer.param_groups = defaultdict(dict, state), groups
-        self.state = optimizer.state
-        self._is_changing = False
-        step.removed.clear()
-        self._agreement.forget()
-        return has_state
+        self.param_groups = groups
+        if step is not None:
+            self._has_state = has_state or not self._is_lazy
+            self._matrices.state = defaultdict(dict, state)
+            self.state = self._matrices.state if self._has_state else defaultdict(dict)
+            self._is_changing = False
+            step.removed.clear()
+            self._agreement.forget()
+        call_post_hooks(self)
 
+    def _refuse_load(self, problems: Sequence[str]) -> None:
+        """Raise on all ranks that load together, if one has a problem."""
+        if self.muon is None:
+            problems = [*dict.fromkeys(itertools.chain(*gather_objects(problems)))]
+        # A rank without parameters has no group to agree with.
+        elif self._agreement.holders:
+            raise_where_any_rank_fails(problems, self.muon.group, self.muon.device, ADVICE)
+        if problems:
+            raise RuntimeError("\n".join([*problems, ADVICE]))
+
+    # Private, but its public form imports torch's compiler at once.
     @torch._disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update parameters and momentum by their gradients; called by all ranks together.
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters by their gradients; called by all ranks together.
 
-        A parameter that has no gradient on any rank keeps its value and momentum.
+        A parameter that has no gradient on any rank keeps its value and state.
 
         Args:
             closure: Computes the loss and gradients; None if gradients are there.
@@ -300,47 +349,50 @@ class Muon(WholeMatrixMuon):
             RuntimeError: On all ranks, when a gradient is not finite, or missing on some ranks;
                 nothing was updated (but see ``check_gradients``). Gradients are scaled by a
                 ``GradScaler``. The last step ended in the middle by an error on one rank, and no
-                state has been loaded since.
+                state has been loaded since. Also as the construction of ``Muon``, where it plans.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        algorithms = ["muon"] * len(self.param_groups)
-        problems = group_problems(self.param_groups, algorithms, self._settings)
-        self._step_overlapped(None, problems)
+        refuse_grad_scaler(self)
+        if not isinstance(self.state, defaultdict):
+            self.state = defaultdict(dict, self.state)
+        step = self._planned_step()
+        # A rank without parameters has nothing to step, and nothing to agree on.
+        if self._agreement.holders:
+            self._step(step, self._others())
+        self._show_state()
         return loss
 
-    @torch.no_grad()
-    def _step_overlapped(
-        self,
-        overlap_fn: Callable[[], None] | None,
-        problems: Sequence[str] = (),
-        others: OtherBytes = NOTHING,
-        fresh: Collection[torch.Tensor] = (),
-    ) -> None:
-        """Step, and call a function when the first rows are in transit.
+    def _step(self, step: MuonStep, others: Sequence[torch.optim.Optimizer]) -> None:
+        """Agree to step, and step matrices, and others when the first rows are in transit."""
 
-        Args:
-            overlap_fn: Other work, without communication.
-            problems: Reasons for all ranks to refuse the step, as sentences.
-            others: Memory of that work.
-            fresh: Other parameters whose state is fresh in this step.
-        """
-        # A rank without parameters has nothing to step, and nothing to agree on.
-        if not self._agreement.holders:
-            return
-        refuse_grad_scaler(self)
-        problems = [*problems, *self.muon_step.reserve(others)]
+        def step_others() -> None:
+            """Step AdamW's and Lion's parameters, without communication."""
+            with profiler_range("elementwise"):
+                for other in others:
+                    with state_of_empty_shards(other):
+                        step_without_hooks(other)
+
+        problems, fresh, self._followed = check_elementwise_state(
+            self.param_groups, self.algorithms, self.state, self._followed
+        )
+        for number, pair in enumerate(zip(self.param_groups, self.algorithms, strict=True)):
+            wrong = key_problems(*pair, self._settings)
+            problems += [f"group {number}: {problem}" for problem in wrong]
+        problems += step.reserve(elementwise_bytes(others, step.device))
         if self._is_changing:
             problems.append(INTERRUPTED)
-        if self._layouts_now() != self._layouts:
+        if self._planned_groups() != self._planned:
             problems.append(_REPLANNED)
+        # The first step makes it.
+        removed = step.removed.union(fresh if self._has_state else ())
         try:
-            without = self._agreement.check(problems, self.muon_step.removed.union(fresh))
+            without = self._agreement.check(problems, removed)
         except RuntimeError:
-            self.muon_step.release()
+            step.release()
             raise
         self._is_changing = True
-        self.muon_step.step(without, overlap_fn)
+        step.step(without, step_others)
         self._is_changing = False

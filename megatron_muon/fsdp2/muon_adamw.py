@@ -2,50 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer for all parameters: Muon for matrices, AdamW or Lion for the rest."""
 
-import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose, refuse_to_guess
-from megatron_muon.fsdp2.loading import (
-    ADVICE,
-    arrange_state,
-    call_post_hooks,
-    call_pre_hooks,
-    check_elementwise_state,
-)
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
-from megatron_muon.fsdp2.settings import (
-    PLANNED,
-    MuonArguments,
-    group_problems,
-    key_problems,
-)
+from megatron_muon.fsdp2.settings import PLANNED
 from megatron_muon.rows.parameters import SplitSizes
-from megatron_muon.runtime.agreement import first_line, gather_objects, own_rank
-from megatron_muon.runtime.plan_runner import profiler_range
-from megatron_muon.step.elementwise import (
-    elementwise_bytes,
-    state_of_empty_shards,
-    step_without_hooks,
-)
+from megatron_muon.runtime.agreement import own_rank
 
 logger = logging.getLogger(__name__)
 
-_ALGORITHMS = ("muon", "adamw", "lion")
-_CHANGED = (
-    "param_groups: expected the parameters of the first step, got others. Build a new optimizer"
-)
 
-
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(Muon):
     """Step matrices with ``Muon``, and other parameters with torch's ``AdamW``, or Lion.
 
     Drop-in replacement for trainers that accept a single optimizer. It may be built before the
@@ -77,8 +51,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Attributes:
         algorithms: Algorithms by parameter group.
-        muon: The optimizer of matrices; None before their exchange is planned.
-        fresh_if_moved: Whether a state is loaded that lacks parameters, which then start afresh.
+        muon: The step of matrices; None before their exchange is planned.
+        fresh_if_moved: As in ``Muon``.
 
     Raises:
         TypeError: An unknown argument, or a list that ``Muon`` would not take.
@@ -90,15 +64,7 @@ class MuonAdamW(torch.optim.Optimizer):
     Memory: as ``Muon`` for its parameters; two tensors per parameter for AdamW, one for Lion.
     """
 
-    # torch.amp.GradScaler then always calls step(), which refuses it.
-    _step_supports_amp_scaling = True
-    fresh_if_moved: bool = False
-    algorithms: tuple[str, ...] = ()
-    muon: Muon | None = None
-    # Parameters of the plan.
-    _planned: Sequence[int] = ()
-    # Whether there is state of Muon: from the first step on.
-    _has_stepped: bool = False
+    _is_lazy = True
 
     def __init__(
         self,
@@ -116,22 +82,20 @@ class MuonAdamW(torch.optim.Optimizer):
         **muon_options: Any,  # noqa: ANN401 - of Muon, by name
     ) -> None:
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
-        arguments = MuonArguments(**self._options)
-        self._settings = {**vars(arguments), "algorithm": "muon"}
-        # On every rank alone: there may be no process group yet. All ranks have the same arguments.
-        arguments.check()
+        self._inner: dict[str, torch.optim.Optimizer] = {}
+        self._reasons: dict[str, str] = {}
         listed = list(params)
         is_chosen = any(isinstance(item, dict) and "algorithm" in item for item in listed)
         common = {"lr": lr, "weight_decay": weight_decay}
-        self._defaults: dict[str, dict[str, Any]] = {
-            "muon": {**common, "momentum": momentum},
-            "adamw": {**common, "betas": betas, "eps": eps, "foreach": foreach, "fused": fused},
-            "lion": {**common, "betas": betas},
-        }
-        self._inner: dict[str, torch.optim.Optimizer] = {}
-        self._reasons: dict[str, str] = {}
-        # torch refuses an empty list, as of a pipeline stage.
-        super().__init__(listed or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
+        # On every rank alone: there may be no process group yet. All ranks have the same arguments.
+        self._set_groups(
+            listed,
+            {
+                "muon": {**common, "momentum": momentum},
+                "adamw": {**common, "betas": betas, "eps": eps, "foreach": foreach, "fused": fused},
+                "lion": {**common, "betas": betas},
+            },
+        )
         if listed and not is_chosen:
             refuse_to_guess(self.param_groups)
             if own_rank() == 0:
@@ -192,13 +156,6 @@ class MuonAdamW(torch.optim.Optimizer):
         optimizer._reasons = {choice.name: choice.reason for choice in choices}
         return optimizer
 
-    def __repr__(self) -> str:
-        """Return the groups with their algorithms."""
-        text = super().__repr__()
-        for number, algorithm in enumerate(self.algorithms):
-            text = text.replace(f"Group {number}\n", f"Group {number}: {algorithm}\n", 1)
-        return text
-
     def summary(self) -> str:
         """Return one line per parameter: name, shape, algorithm, layout, and the reason."""
         lines = []
@@ -211,182 +168,38 @@ class MuonAdamW(torch.optim.Optimizer):
         return "\n".join(lines)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, until the first step.
-
-        Raises:
-            RuntimeError: The exchange of matrices has been planned.
-            ValueError: The algorithm is unknown.
-        """
-        if self.muon is not None:
-            raise RuntimeError(
-                "add_param_group: expected all parameters before the first step, which plans their "
-                "exchange, got more. Build a new optimizer with all of them."
-            )
-        algorithm = param_group.pop("algorithm", "muon")
-        if algorithm not in _ALGORITHMS:
-            raise ValueError(
-                f"algorithm: expected one of {_ALGORITHMS}, got {algorithm!r}. Choose one"
-            )
-        for key, value in self._defaults[algorithm].items():
-            param_group.setdefault(key, value)
-        if problems := key_problems(param_group, algorithm, self._settings, is_new=True):
-            raise ValueError("; ".join(problems))
+        """Add a group, until the first step or load of a state; see ``Muon.add_param_group()``."""
         super().add_param_group(param_group)
-        if algorithm != "muon":
-            # A default that is there for schedules, see _elementwise().
+        if (algorithm := self.algorithms[-1]) != "muon":
+            # A default that is there for schedules, see _others().
             del param_group["momentum"]
-        self.algorithms += (algorithm,)
-        # The optimizer of the algorithm checks values, and adds its other keys.
-        self._inner.pop(algorithm, None)
-        self._elementwise(algorithm)
+            # The optimizer of the algorithm checks values, and adds its other keys.
+            self._inner.pop(algorithm, None)
+            self._others()
 
-    def _groups(self, algorithm: str) -> list[dict[str, Any]]:
-        pairs = zip(self.algorithms, self.param_groups, strict=True)
-        return [group for name, group in pairs if name == algorithm]
+    def _others(self) -> list[torch.optim.Optimizer]:
+        for algorithm in ("adamw", "lion"):
+            groups = self._groups(algorithm)
+            if not groups:
+                continue
+            if algorithm not in self._inner:
+                optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+                if algorithm == "lion":
+                    # Its import loads torch's compiler: seconds and memory for few users.
+                    from megatron_muon.step.lion import FSDPLion
 
-    def _elementwise(self, algorithm: str) -> torch.optim.Optimizer | None:
-        """Return the optimizer of an algorithm over its groups, with this one's state."""
-        groups = self._groups(algorithm)
-        if not groups or algorithm == "muon":
-            return None
-        if algorithm not in self._inner:
-            optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
-            if algorithm == "lion":
-                # Its import loads torch's compiler: seconds and memory for few users.
-                from megatron_muon.step.lion import FSDPLion
-
-                optimizer_class = FSDPLion
-            # Its constructor checks arguments, but no keys of groups: both are passed.
-            self._inner[algorithm] = optimizer_class(groups, **self._defaults[algorithm])
-        for group in groups:
-            # OneCycleLR and CyclicLR set it in all groups, as it is in the defaults.
-            if "momentum" in group:
-                group["betas"] = (group["momentum"], *group["betas"][1:])
-        optimizer = self._inner[algorithm]
-        # The same dictionaries: schedulers change their values, and loading replaces them.
-        optimizer.param_groups, optimizer.state = groups, self.state
-        return optimizer
-
-    def _plan(self) -> Muon:
-        """Plan the exchange of matrices once; called by all ranks together."""
-        if self.muon is None:
-            others = self._groups("adamw") + self._groups("lion")
-            self.muon = Muon(self._groups("muon"), others=others, **self._options)
-            self._planned = self._ids()
-        self.muon.param_groups = self._groups("muon")
-        if self._has_stepped:
-            # Users may have replaced it.
-            self.muon.state = self.state
-        return self.muon
-
-    def _ids(self) -> list[int]:
-        """Identify all parameters; the plan keeps them alive."""
-        return [id(param) for group in self.param_groups for param in group["params"]]
-
-    # Private, but its public form imports torch's compiler at once.
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters by their gradients; called by all ranks together.
-
-        Args:
-            closure: Computes the loss and gradients; None if gradients are there.
-
-        Returns:
-            The loss of the closure.
-
-        Raises:
-            RuntimeError: As ``Muon.step()``, with nothing updated; at the first step also as the
-                construction of ``Muon``.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        refuse_grad_scaler(self)
-        if not isinstance(self.state, defaultdict):
-            self.state = defaultdict(dict, self.state)
-        muon = self._plan()
-
-        def step_others() -> None:
-            """Step AdamW's and Lion's parameters."""
-            with profiler_range("elementwise"):
-                for other in others:
-                    with state_of_empty_shards(other):
-                        step_without_hooks(other)
-
-        others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
-        memory = elementwise_bytes(others, muon.muon_step.device)
-        problems = group_problems(self.param_groups, self.algorithms, self._settings)
-        replaced, fresh = check_elementwise_state(self.algorithms, self.param_groups, self.state)
-        problems += replaced + ([] if self._ids() == self._planned else [_CHANGED])
-        muon._step_overlapped(step_others, problems, memory, fresh if self._has_stepped else ())
-        # Muon's state appears here, with AdamW's: torch's checkpoints step where there is no state.
-        if not self._has_stepped:
-            self.state.update({param: values for param, values in muon.state.items() if values})
-            self._has_stepped = True
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and groups; state that was removed is fresh, as in the next step.
-
-        Raises:
-            RuntimeError: As ``Muon.state_dict()``.
-        """
-        if self.muon is not None:
-            self.muon._agreement.refuse_last()
-        if self._has_stepped and self.state:
-            self._plan().muon_step.follow_state()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of all groups; called by all ranks together.
-
-        Args:
-            state_dict: Of this class, or without state: if no rank has any before the first step,
-                only the groups are taken, and nothing is planned.
-
-        Raises:
-            RuntimeError: As ``Muon.load_state_dict()``, or as the construction of ``Muon``.
-
-        Communication: a flag over the ranks that step together; at first also two gathers of
-            objects over the job, and the construction of ``Muon``.
-        """
-        state_dict, problems = call_pre_hooks(self, state_dict)
-        has_state = bool(problems or state_dict.get("state", True))
-        # A rank without parameters and state plans with the others.
-        if self.muon is not None or any(gather_objects(has_state)):
-            muon = self._plan()
-            muon.fresh_if_moved = self.fresh_if_moved
-            self._has_stepped = muon._load(self, self.algorithms, state_dict, problems)
-            if not self._has_stepped:
-                self.state = defaultdict(dict)
-        else:
-            groups: list[dict[str, Any]] = []
-            try:
-                _, groups, problems = arrange_state(
-                    self.param_groups,
-                    self.algorithms,
-                    self._settings,
-                    state_dict,
-                    {},
-                    self.fresh_if_moved,
-                )
-            # Other ranks may have loaded theirs.
-            except (KeyError, TypeError, ValueError) as error:
-                problems = [first_line(error)]
-            if of_all_ranks := dict.fromkeys(itertools.chain(*gather_objects(problems))):
-                raise RuntimeError("\n".join([*of_all_ranks, ADVICE]))
-            self.param_groups = groups
-        call_post_hooks(self)
+                    optimizer_class = FSDPLion
+                # Its constructor checks arguments, but no keys of groups: both are passed.
+                self._inner[algorithm] = optimizer_class(groups, **self._defaults[algorithm])
+            for group in groups:
+                # OneCycleLR and CyclicLR set it in all groups, as it is in the defaults.
+                if "momentum" in group:
+                    group["betas"] = (group["momentum"], *group["betas"][1:])
+            optimizer = self._inner[algorithm]
+            # The same dictionaries: schedulers change their values, and loading replaces them.
+            optimizer.param_groups, optimizer.state = groups, self.state
+        return [*self._inner.values()]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles, until the exchange is planned."""
-        if self.muon is not None:
-            raise TypeError(
-                "MuonAdamW: expected no copy after the first step, which makes process groups. "
-                "Build another one, and load the state of this one."
-            )
-        names = ("_defaults", "_options", "_settings", "algorithms", "_reasons")
-        attributes = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **attributes, "_inner": {}}
+        return {**super().__getstate__(), "_reasons": self._reasons, "_inner": {}}

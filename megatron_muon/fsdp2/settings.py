@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
@@ -109,17 +109,6 @@ def key_problems(
 def layout_of(group: Group) -> dict[str, Any]:
     """Return the keys of a group of Muon that decide the plan."""
     return {key: as_split_sizes(group.get(key, value)) for key, value in PLANNED.items()}
-
-
-def group_problems(
-    groups: Sequence[Group], algorithms: Iterable[str], settings: Group
-) -> list[str]:
-    """List keys that a step would ignore; see ``key_problems()``."""
-    return [
-        f"group {number}: {problem}"
-        for number, (group, algorithm) in enumerate(zip(groups, algorithms, strict=True))
-        for problem in key_problems(group, algorithm, settings)
-    ]
 
 
 @functools.cache

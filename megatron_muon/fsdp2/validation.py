@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.matrices import output_slices
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
 from megatron_muon.rows.parameters import (
     PlannedParameter,
@@ -21,7 +19,7 @@ from megatron_muon.rows.parameters import (
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.tensors import local_tensor
 
-# Methods that see whole matrices in emerging-optimizers, and would see shards here.
+# Methods that emerging-optimizers calls with whole matrices; here they would see shards.
 _HOOKS = (
     "orthogonalize",
     "pre_weight_update_fn_inplace",
@@ -31,20 +29,20 @@ _HOOKS = (
 
 
 def parameter_problems(
-    optimizer: WholeMatrixMuon, parameters: Sequence[PlannedParameter], device: torch.device
+    optimizer_class: type, parameters: Sequence[PlannedParameter], device: torch.device
 ) -> list[str]:
     """List errors of a subclass of Muon and of its parameters, one sentence each.
 
     Args:
-        optimizer: The optimizer.
+        optimizer_class: Class of the optimizer.
         parameters: Its parameters, with their views.
         device: Device of shards.
     """
     problems = [
-        f"{type(optimizer).__name__}.{name}: expected emerging-optimizers' own, got another, which "
-        "would see a shard. Change what is orthogonalized by split_sizes"
+        f"{optimizer_class.__name__}.{name}: expected no method of emerging-optimizers, got one, "
+        "which would see a shard. Change what is orthogonalized by split_sizes"
         for name in _HOOKS
-        if getattr(type(optimizer), name) is not getattr(WholeMatrixMuon, name)
+        if hasattr(optimizer_class, name)
     ]
     # Errors identify parameters by name.
     counts = Counter(key for p in parameters for key in (id(p.param), p.name))
@@ -63,16 +61,7 @@ def _parameter_problem(parameter: PlannedParameter, device: torch.device) -> str
     for key, value in (("transposed", parameter.is_transposed), ("flatten", parameter.flattens)):
         if type(value) is not bool:
             return f"{parameter.name}: {key}: expected True or False, got {value!r}. Set it so"
-    try:
-        problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
-        if problem is None:
-            output_slices(
-                parameter.view.shape[-2:][int(parameter.is_transposed)],
-                parameter.split_sizes,
-                is_transposed=parameter.is_transposed,
-            )
-    except ValueError as error:
-        problem = str(error)
+    problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
     return None if problem is None else f"{parameter.name}: {problem}"
 
 

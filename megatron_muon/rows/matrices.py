@@ -107,7 +107,10 @@ def matrices_of(
     dim = int(is_transposed)
     slices = [OutputSlice(range(shape[0]), parameter.blocks)]
     if parameter.blocks is None:
-        slices = output_slices(shape[dim], parameter.split_sizes, is_transposed=is_transposed)
+        try:
+            slices = output_slices(shape[dim], parameter.split_sizes, is_transposed=is_transposed)
+        except ValueError as error:
+            raise ValueError(f"{parameter.name}: {error}") from error
     # Matrices of the batch with the same holders share one tiling.
     boxes_by_range: dict[Range, dict[int, Box]] = defaultdict(dict)
     all_boxes = parameter.boxes

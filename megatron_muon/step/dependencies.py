@@ -14,27 +14,23 @@ import torch
 
 # Names that are not documented. Without this table a missing one would end an import or a step with
 # an error that says neither which package it belongs to nor what to install.
-_NAMES = {
-    "torch.distributed.tensor": ("DTensor._local_tensor", "DTensor.__create_chunk_list__"),
-    "torch.distributed.tensor.placement_types": ("Placement.is_shard", "_StridedShard"),
-    "torch.distributed.device_mesh": ("DeviceMesh.get_coordinate",),
-    "emerging_optimizers.utils": ("FP32MatmulPrecT", "fp32_matmul_precision"),
-    "emerging_optimizers.orthogonalized_optimizers": (
-        "Muon._init_group",
-        "Muon._apply_weight_decay_inplace",
-        "Muon.orthogonalize",
-        "Muon.pre_weight_update_fn_inplace",
-        "Muon.post_weight_update_fn_inplace",
-    ),
-    "emerging_optimizers.orthogonalized_optimizers.muon": ("MuonScaleT", "get_muon_scale_factor"),
-    "emerging_optimizers.orthogonalized_optimizers.muon_utils": (
-        "_COEFFICIENT_SETS",
-        "get_coefficient_iterator",
-        "newton_schulz",
-        "newton_schulz_step",
-        "batched_newton_schulz_step",
-    ),
-}
+_NAMES = """
+torch.distributed.tensor:DTensor._local_tensor
+torch.distributed.tensor:DTensor.__create_chunk_list__
+torch.distributed.tensor.placement_types:Placement.is_shard
+torch.distributed.tensor.placement_types:_StridedShard
+torch.distributed.device_mesh:DeviceMesh.get_coordinate
+emerging_optimizers.utils:FP32MatmulPrecT
+emerging_optimizers.utils:fp32_matmul_precision
+emerging_optimizers.orthogonalized_optimizers:Muon._init_group
+emerging_optimizers.orthogonalized_optimizers.muon:MuonScaleT
+emerging_optimizers.orthogonalized_optimizers.muon:get_muon_scale_factor
+emerging_optimizers.orthogonalized_optimizers.muon_utils:_COEFFICIENT_SETS
+emerging_optimizers.orthogonalized_optimizers.muon_utils:get_coefficient_iterator
+emerging_optimizers.orthogonalized_optimizers.muon_utils:newton_schulz
+emerging_optimizers.orthogonalized_optimizers.muon_utils:newton_schulz_step
+emerging_optimizers.orthogonalized_optimizers.muon_utils:batched_newton_schulz_step
+""".split()
 
 
 def environment_problems() -> list[str]:
@@ -52,26 +48,23 @@ def missing_names() -> list[str]:
 
     A package whose own import fails has one message, with that error.
     """
-    errors = [_error_of(module, name) for module, names in _NAMES.items() for name in names]
-    return list(dict.fromkeys(filter(None, errors)))
-
-
-def _error_of(module: str, name: str) -> str:
-    """Return an error message if a name is missing."""
-    try:
-        pkgutil.resolve_name(f"{module}:{name}")
-    except Exception as error:
-        release = _release_of(module)
-        if module in sys.modules:
-            return (
-                f"{module}.{name}: expected it, got none in {release}. Install a release of "
-                "docs/support.md"
+    errors: dict[str, None] = {}
+    for name in _NAMES:
+        module = name.partition(":")[0]
+        try:
+            pkgutil.resolve_name(name)
+        except Exception as error:
+            text = (
+                f"{name.replace(':', '.')}: expected it, got none in {_release_of(module)}. "
+                "Install a release of docs/support.md"
             )
-        return (
-            f"{release}: expected its import to work, got {error!r}. Install what it needs, as "
-            "absl-py (pip install absl-py), and run Python without -OO"
-        )
-    return ""
+            if module not in sys.modules:
+                text = (
+                    f"{_release_of(module)}: expected its import to work, got {error!r}. Install "
+                    "what it needs, as absl-py (pip install absl-py), and run Python without -OO"
+                )
+            errors[text] = None
+    return list(errors)
 
 
 def _release_of(module: str) -> str:

@@ -162,38 +162,29 @@ def elementwise_bytes(
 
     The largest group decides about temporaries, or the largest parameter where parameters are
     stepped one by one. Fused kernels have none.
-    """
-    needs = [_elementwise_bytes(optimizer, device) for optimizer in optimizers]
-    return OtherBytes(
-        sum(need.state for need in needs), max((need.temporaries for need in needs), default=0)
-    )
-
-
-def _elementwise_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> OtherBytes:
-    """Return the memory of the next step of one optimizer.
 
     Source: torch 2.15, torch/optim/adam.py, _single_tensor_adam and _multi_tensor_adam.
     """
-    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     new_state, temporaries = 0, 0
-    for group in optimizer.param_groups:
-        sizes = {
-            param: local.nbytes
-            for param in group["params"]
-            if param.grad is not None and (local := local_tensor(param)).device == device
-        }
-        num_states = 2 + group["amsgrad"] if is_adam else 1
-        new_state += num_states * sum(sizes[p] for p in sizes if not optimizer.state.get(p))
-        if not sizes or group.get("fused"):
-            continue
-        # torch's default is one by one on a CPU alone: it has lists of DTensors too.
-        foreach = group.get("foreach", True)
-        if foreach is None:
-            foreach = device.type != "cpu"
-        is_copied = is_adam and (
-            group["maximize"] or (group["weight_decay"] and not group.get("decoupled_weight_decay"))
-        )
-        # One by one, temporaries of the parameter before are still there.
-        unit, num = (sum(sizes.values()), 1) if foreach else (max(sizes.values()), 3)
-        temporaries = max(temporaries, unit * (num + 2 * bool(is_copied)))
+    for optimizer in optimizers:
+        is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        for group in optimizer.param_groups:
+            sizes = {
+                param: local.nbytes
+                for param in group["params"]
+                if param.grad is not None and (local := local_tensor(param)).device == device
+            }
+            num_states = 2 + group["amsgrad"] if is_adam else 1
+            new_state += num_states * sum(sizes[p] for p in sizes if not optimizer.state.get(p))
+            if group.get("fused"):
+                continue
+            is_copied = is_adam and (
+                group["maximize"]
+                or (group["weight_decay"] and not group.get("decoupled_weight_decay"))
+            )
+            num_bytes = sum(sizes.values())
+            if group.get("foreach") is False:
+                # One by one, temporaries of the parameter before are still there.
+                num_bytes = 3 * max(sizes.values(), default=0)
+            temporaries = max(temporaries, num_bytes * (3 if is_copied else 1))
     return OtherBytes(new_state, temporaries)

@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion on the local rows of DTensor parameters; its import loads torch's compiler."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from emerging_optimizers.scalar_optimizers import Lion
 
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import add_cautious_decay, decay_before_update
+from megatron_muon.step.elementwise import decay_before_update
 
 
 class FSDPLion(Lion):
@@ -24,37 +21,25 @@ class FSDPLion(Lion):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Step the parameters that have a gradient.
-
-        Args:
-            closure: Unsupported; must be None.
-
-        Raises:
-            ValueError: A closure was passed.
-        """
-        if closure is not None:
-            raise ValueError("closure: expected None, got one. Compute the loss before step().")
+    def step(self) -> None:
+        """Step the parameters that have a gradient."""
         for group in self.param_groups:
             # Creates state at the first gradient of a parameter.
             self._init_group(group)
-            held = [param for param in group["params"] if param.grad is not None]
-            if held:
-                self._step(held, group)
-
-    def _step(self, params: list[Any], group: dict[str, Any]) -> None:
-        weights = [local_tensor(param) for param in params]
-        grads = [local_tensor(param.grad) for param in params]
-        averages = [local_tensor(self.state[param]["exp_avg"]) for param in params]
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        decay_before_update(self.weight_decay_method, weights, grads, group)
-        for param in params:
-            # emerging-optimizers 0.4 counts steps, and does not use them in Lion.
-            if "step" in self.state[param]:
-                self.state[param]["step"] += 1
-        updates = torch._foreach_lerp(averages, grads, 1 - beta1)
-        torch._foreach_lerp_(averages, grads, 1 - beta2)
-        torch._foreach_sign_(updates)
-        if self.weight_decay_method == "cautious":
-            add_cautious_decay(updates, weights, group["weight_decay"])
-        torch._foreach_add_(weights, updates, alpha=-lr)
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            states = [self.state[param] for param in params]
+            weights = [local_tensor(param) for param in params]
+            grads = [local_tensor(param.grad) for param in params]
+            averages = [local_tensor(state["exp_avg"]) for state in states]
+            decay_before_update(self.weight_decay_method, weights, grads, group)
+            for state in states:
+                # emerging-optimizers 0.4 counts steps, and does not use them in Lion.
+                if "step" in state:
+                    state["step"] += 1
+            beta1, beta2 = group["betas"]
+            updates = torch._foreach_lerp(averages, grads, 1 - beta1)
+            torch._foreach_lerp_(averages, grads, 1 - beta2)
+            torch._foreach_sign_(updates)
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])

@@ -249,10 +249,10 @@ class MatrixStep:
             # They are exchanged too, as other ranks may have a gradient; their results are dropped.
             for i in without_grad:
                 results[i].copy_(momentum[i])
+        # Newton-Schulz needs the memory in which momentum was converted.
+        self.staging.wait()
         if self.hooks:
             self.staging.synchronize()
-        # Newton-Schulz needs the memory in which momentum was converted.
-        self.staging.wait_for_converted()
         for hook in self.hooks:
             hook.on_momentum(weights, momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):

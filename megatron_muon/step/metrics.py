@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a step: norms that the device sums, and the host reads on request."""
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -92,8 +91,9 @@ class MetricSums(StepHooks):
         gathered = gather_objects((num_groups, sums), group)
         by_group = range(max(num for num, _ in gathered))
         total: defaultdict[tuple[str, int], float] = defaultdict(float)
-        for key, value in itertools.chain(*(rank_sums.items() for _, rank_sums in gathered)):
-            total[key] += value
+        for _, rank_sums in gathered:
+            for key, value in rank_sums.items():
+                total[key] += value
         return StepMetrics(
             tuple(math.sqrt(total["gradients", i]) for i in by_group),
             tuple(math.sqrt(total["momentum", i]) for i in by_group),

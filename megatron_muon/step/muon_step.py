@@ -31,7 +31,7 @@ from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.plan_inputs import find_plan_inputs
 from megatron_muon.step.second_moments import SecondMoments
-from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, place_momentum
+from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, placed_momentum
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,6 @@ class MuonStep:
         self._planned = {parameter.param: parameter for parameter in parameters}
         self._params = self._all_params()
         self._shards = [local_tensor(param) for param in self._params]
-        self._shapes = [shard.shape for shard in self._shards]
         # A rank may find too little memory.
         on_all_ranks(lambda: self._build(rows_device or device), settings.exchange, device)
 
@@ -162,14 +161,11 @@ class MuonStep:
             rows_device,
         )
         self._main_params = MainParams(self._params)
-        self._owners: list[tuple[torch.optim.Optimizer, Any]] = []
+        self._optimizer_of: dict[torch.Tensor, torch.optim.Optimizer] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                self._owners += [(optimizer, param) for param in group["params"]]
+                self._optimizer_of |= dict.fromkeys(group["params"], optimizer)
                 optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
-        optimizer_of = {param: optimizer for optimizer, param in self._owners}
-        # By position of the step.
-        self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
         self._moment_hooks = self._moments.attach(
             self._matrix_step, self.plan_inputs, self._state_of
         )
@@ -177,28 +173,29 @@ class MuonStep:
         self.complete_state(self._states())
         self.removed: set[torch.Tensor] = set()
         # Sharding of the state by parameter, and references to its tensors in the last step.
-        self._stored = [
-            self._shards_of(optimizer.state[param]) for optimizer, param in self._owners
-        ]
+        self._stored = {param: self._shards_of(own) for param, own in self._states().items()}
         self._followed: list[Any] = []
 
     def _state_of(self, position: int) -> dict[str, Any]:
-        optimizer, param = self._held[position]
-        return optimizer.state[param]
+        param = self._matrix_step.params[position]
+        return self._optimizer_of[param].state[param]
 
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of all optimizers by parameter, which users and loading replace."""
-        return {param: optimizer.state.setdefault(param, {}) for optimizer, param in self._owners}
+        owners = self._optimizer_of.items()
+        return {param: optimizer.state.setdefault(param, {}) for param, optimizer in owners}
 
     def complete_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Add missing tensors to a state that was created or loaded, in the dtypes of this run."""
         own = {param: state.setdefault(param, {}) for param in self._params}
         for param, values in own.items():
-            if "momentum_buffer" not in values:
-                values["momentum_buffer"] = torch.zeros_like(param.detach())
+            if (momentum := values.get("momentum_buffer")) is None:
+                momentum = torch.zeros_like(param.detach())
+            values["momentum_buffer"] = placed_momentum(
+                momentum, self._step.momentum_dtype, in_cpu_memory=self._step.offload_momentum
+            )
         self._main_params.create(own)
         self._moments.create(own)
-        place_momentum(own, self._step.momentum_dtype, in_cpu_memory=self._step.offload_momentum)
 
     def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Describe the shards of a state by name."""
@@ -214,17 +211,14 @@ class MuonStep:
 
         Users own the state: they empty it between phases of a training, or replace its tensors.
         """
-        states = [optimizer.state.setdefault(param, {}) for optimizer, param in self._owners]
-        places = [
-            (state, key)
-            for state, shards in zip(states, self._stored, strict=True)
-            for key in shards
-        ]
+        states = self._states()
+        own = zip(states.values(), self._stored.values(), strict=True)
+        places = [(state, key) for state, shards in own for key in shards]
         if are_same(self._followed, [state.get(key) for state, key in places]):
             return []
         problems, removed = [], set()
-        for param, state, shards in zip(self._params, states, self._stored, strict=True):
-            actual = self._shards_of(state)
+        for param, shards in self._stored.items():
+            actual = self._shards_of(states[param])
             if not shards.keys() <= actual.keys():
                 removed.add(param)
             problems += [
@@ -239,7 +233,7 @@ class MuonStep:
         if removed:
             # Views of removed tensors would keep their memory.
             self._matrix_step.forget()
-        self.complete_state(self._states())
+        self.complete_state(states)
         self._followed = [weakref.ref(state[key]) for state, key in places]
         return []
 
@@ -327,10 +321,10 @@ class MuonStep:
         if all(map(operator.is_, shards, self._shards)):
             return []
         errors = [
-            f"{self._planned[param].name}: expected a local shard of shape {tuple(shape)}, got "
+            f"{self._planned[param].name}: expected a local shard of shape {tuple(old.shape)}, got "
             f"{tuple(shard.shape)}. Build a new optimizer after the model was sharded again"
-            for param, shard, shape in zip(now, shards, self._shapes, strict=True)
-            if shard.shape != shape
+            for param, shard, old in zip(now, shards, self._shards, strict=True)
+            if shard.shape != old.shape
         ]
         if not errors:
             self._shards = shards
@@ -357,7 +351,7 @@ class MuonStep:
         params = self._matrix_step.params
         self.removed.clear()
         # Read in every step: loading replaces them.
-        states = [optimizer.state[param] for optimizer, param in self._held]
+        states = [self._optimizer_of[param].state[param] for param in params]
         weights: list[Any] = params
         if self._main_params.params:
             weights = [state.get(MAIN_PARAM, p) for state, p in zip(states, params, strict=True)]

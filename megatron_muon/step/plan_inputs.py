@@ -131,10 +131,10 @@ def find_plan_inputs(
     for key, planned in plans:
         try:
             inputs.append(_plan_input(key, planned, groups, nodes))
-        # Boxes that do not tile a matrix. If this rank raised here, others would wait.
+        # Wrong split sizes or boxes. If this rank raised here, others would wait.
         except ValueError as error:
             errors.append(str(error))
-    raise_where_any_rank_fails(errors, None, device, _ADVICE)
+    raise_where_any_rank_fails(errors, None, device, "No optimizer was built.")
     max_num_plans = max(len(fact.keys) for fact in facts)
     return PlanInputs(inputs, [planned for _, planned in plans], max_num_plans, group)
 

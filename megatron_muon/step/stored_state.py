@@ -20,43 +20,33 @@ from megatron_muon.step.elementwise import TensorList
 MAIN_PARAM = "main_param"
 
 
-def place_momentum(
-    state: Mapping[torch.Tensor, dict[str, Any]], dtype: torch.dtype, *, in_cpu_memory: bool
-) -> None:
-    """Convert the momentum of a state, which torch makes and loads like its parameter.
+def placed_momentum(
+    momentum: torch.Tensor, dtype: torch.dtype, *, in_cpu_memory: bool
+) -> torch.Tensor:
+    """Return momentum in its dtype and memory; torch makes and loads it like its parameter.
+
+    In CPU memory it is pinned where it comes from a GPU. Of a DTensor only the local tensor moves,
+    as FSDP2's ``CPUOffloadPolicy`` does with parameters: mesh and placements stay those of the
+    device. Source: torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_common.py,
+    _from_local_no_grad.
 
     Raises:
         RuntimeError: CPU memory cannot be pinned.
     """
-    for values in state.values():
-        if "momentum_buffer" not in values:
-            continue
-        values["momentum_buffer"] = values["momentum_buffer"].to(dtype)
-        if in_cpu_memory:
-            try:
-                values["momentum_buffer"] = _in_cpu_memory(values["momentum_buffer"])
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "offload_momentum: expected CPU memory that can be pinned, got "
-                    f"{first_line(error)}"
-                ) from error
-
-
-def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in CPU memory, pinned where it comes from a GPU; itself if it is there.
-
-    Of a DTensor only the local tensor moves, as FSDP2's ``CPUOffloadPolicy`` does with parameters:
-    mesh and placements remain the device's. Source: torch 2.15,
-    torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _from_local_no_grad.
-    """
-    local = local_tensor(tensor)
-    if local.device.type == "cpu":
-        return tensor
-    memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
+    momentum = momentum.to(dtype)
+    local = local_tensor(momentum)
+    if not in_cpu_memory or local.device.type == "cpu":
+        return momentum
+    try:
+        memory = torch.empty(local.shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"offload_momentum: expected CPU memory that can be pinned, got {first_line(error)}"
+        ) from error
     memory.copy_(local)
-    if not isinstance(tensor, DTensor):
+    if not isinstance(momentum, DTensor):
         return memory
-    return DTensor(memory, tensor._spec, requires_grad=False)
+    return DTensor(memory, momentum._spec, requires_grad=False)
 
 
 def tensors_in(arena: Arena, offset: int, shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
@@ -70,8 +60,8 @@ class MomentumStaging:
     """Float32 memory of the device for momentum that is kept in bfloat16 or in CPU memory.
 
     A step loads, averages and stores it in portions. Copies into CPU memory run on a stream of
-    their own, beside the load of the next portion, as a link carries both directions at once; the
-    last copies run beside the exchange. Therefore portions use two slots in turn.
+    their own, beside the load of the next portion, as a link carries both directions at once.
+    Therefore portions use two slots in turn. ``wait()`` follows the last portion.
 
     Args:
         portions: Shapes of tensors by portion.
@@ -119,17 +109,15 @@ class MomentumStaging:
         Raises:
             MemoryError: The device has too little memory, with sizes.
         """
-        self.wait()
         self._arena.allocate()
 
     def free(self) -> None:
-        """Return the memory after the last copy."""
-        self.wait()
+        """Return the memory."""
         self._arena.free()
 
     def load(self, number: int, staged: TensorList, kept: TensorList) -> None:
         """Copy kept momentum of a portion into its slot."""
-        self._wait_for_slot(number % self._num_slots)
+        self.wait(number % self._num_slots)
         torch._foreach_copy_(staged, kept, non_blocking=True)
 
     def store(self, number: int, staged: TensorList, kept: TensorList) -> None:
@@ -144,20 +132,12 @@ class MomentumStaging:
             torch._foreach_copy_(kept, sources, non_blocking=True)
             self._in_flight[number % self._num_slots] = self._stream.record_event(), sources
 
-    def wait_for_converted(self) -> None:
-        """Let the current stream wait for the memory of conversions, which others need next."""
-        if self.converted_bytes:
-            self.wait()
-
-    def wait(self) -> None:
-        """Let the current stream wait for all copies."""
-        for slot in tuple(self._in_flight):
-            self._wait_for_slot(slot)
-
-    def _wait_for_slot(self, slot: int) -> None:
-        if slot in self._in_flight:
-            end, _ = self._in_flight.pop(slot)
-            torch.cuda.current_stream(self._device).wait_event(end)
+    def wait(self, *slots: int) -> None:
+        """Let the current stream wait for the last copies of slots; without one, for all copies."""
+        for slot in slots or tuple(self._in_flight):
+            if slot in self._in_flight:
+                end, _ = self._in_flight.pop(slot)
+                torch.cuda.current_stream(self._device).wait_event(end)
 
     def synchronize(self) -> None:
         """Let the host wait until momentum in CPU memory may be read or written."""

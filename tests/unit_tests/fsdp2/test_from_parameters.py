@@ -82,7 +82,7 @@ def _train_both():
                 optimizer.step()
         for first, second in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(local(first), local(second)), name
-        assert all("betas" not in group for group in ours.muon.param_groups)
+        assert all("betas" not in group for group in ours.param_groups if "momentum" in group)
         if name != "torchtitan":
             assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"], name
 
@@ -125,10 +125,6 @@ def test_parts_of_a_model_have_the_names_of_all_of_it():
     loss = nn.ParameterDict({"weight_proj": model["head"][0].weight})
     listed = from_parameters([*model["head"].parameters()])
     assert listed.algorithms == ("adamw",), loss
-    assert from_parameters(model["head"].parameters()).algorithms == ("adamw",)
-    # Beside another module that has them, the one that yields them counts.
-    other = nn.ModuleDict({"output_embed": model["body"]})
-    assert from_parameters(model.parameters()).algorithms == ("muon", "adamw"), other
 
 
 class _Holder(nn.Module):

@@ -181,11 +181,11 @@ def _domains() -> list[list[Any]]:
     for each in expert_parallel():
         with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
             muon = Muon([{"params": [each.param], **each.keys}])
-        (found_input,) = muon.muon_step.plan_inputs.inputs
+        (found_input,) = muon.muon.plan_inputs.inputs
         mesh = each.param.device_mesh
         groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
         is_known = any(found_input.domain.group is group for group in groups)
-        (plan,) = muon.engine.plans
+        (plan,) = muon.muon.engine.plans
         assert plan.cost.ranks_per_node == 2
         found.append([len(found_input.domain.ranks), len(found_input.matrices), is_known])
     return found
@@ -199,7 +199,7 @@ def _step_row(size: int, name: str) -> dict[str, Any]:
         different += [f"{setting}: {each}" for each in of_setting]
     if name in AS_TWO.get(size, ()):
         different += _step_as_two(row.build)
-    plans = muon.engine.plans
+    plans = muon.muon.engine.plans
     return {
         "different": different,
         "holders": {x.name: sorted(x.elements_by_rank) for plan in plans for x in plan.matrices},

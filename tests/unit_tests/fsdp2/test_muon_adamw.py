@@ -93,7 +93,7 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
     assert {group["lr"] for group in optimizer.param_groups} == {0.1 * 0.5**NUM_STEPS}
     for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(own, theirs)
-    with pytest.raises(TypeError, match="expected no copy after the first step"):
+    with pytest.raises(TypeError, match="expected no copy once the exchange"):
         copy.deepcopy(optimizer)
 
 
@@ -136,7 +136,7 @@ def test_groups_may_be_added_until_the_first_step():
     # The first update of Lion is the sign of the gradient; weight decay is that of the optimizer.
     expected = before * (1 - 0.5 * 0.01) - 0.5 * model.norm.weight.grad.sign()
     torch.testing.assert_close(model.norm.weight.detach(), expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(RuntimeError, match="expected all parameters before the first step"):
+    with pytest.raises(RuntimeError, match="expected all parameters before their exchange"):
         optimizer.add_param_group({"params": [model.down.weight]})
 
 
@@ -181,7 +181,7 @@ def _late() -> None:
         group = optimizer.param_groups[optimizer.algorithms.index("muon")]
         group["params"] = list(reversed(group["params"]))
     draw_grads(late.parameters(), 0)
-    said = "rank 1: param_groups: expected the parameters of the first step"
+    said = "rank 1: param_groups: expected the parameters, split_sizes"
     assert said in error_of(optimizer.step)
     for shape, said in (
         ((4, 4), "w: expected a DTensor in a job of 2 ranks"),

@@ -58,11 +58,10 @@ def test_memory_that_cannot_be_pinned_is_an_error():
     """A rank whose CPU memory cannot be pinned raises an error that names the argument."""
     error = RuntimeError("CUDA error: out of memory\nmore")
     said = "offload_momentum: expected CPU memory that can be pinned, got CUDA error"
-    with (
-        mock.patch.object(stored_state, "_in_cpu_memory", side_effect=error),
-        pytest.raises(RuntimeError, match=said),
-    ):
-        _stepped((6, 9), offload_momentum=True)
+    momentum = torch.zeros(6, 9, device="meta")
+    empty = mock.patch.object(torch, "empty", side_effect=error)
+    with empty, pytest.raises(RuntimeError, match=said):
+        stored_state.placed_momentum(momentum, torch.float32, in_cpu_memory=True)
 
 
 def _step_bf16(folder: str) -> None:

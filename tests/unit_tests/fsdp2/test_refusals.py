@@ -179,7 +179,7 @@ def test_layout_is_that_of_construction():
     param.grad = torch.ones_like(param)
     muon = Muon([param])
     muon.param_groups[0]["split_sizes"] = 2
-    _assert_refused("expected split_sizes, transposed and flatten of construction", muon.step)
+    _assert_refused("split_sizes, transposed and flatten of the plan, got others", muon.step)
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)])
@@ -343,7 +343,7 @@ def _refuse_to_build(mesh: DeviceMesh) -> None:
         _assert_refused(said, partial(Muon, params, **groups))
     for said, options in _unlike_settings():
         _assert_refused(said, partial(Muon, [("w", w)], **options))
-    own = "expected emerging-optimizers' own, got"
+    own = "expected no method of emerging-optimizers"
     _assert_refused(f"Hooked.post_weight_update_fn_inplace: {own}", partial(Hooked, [w]))
     _assert_refused(f"Decays._apply_weight_decay_inplace: {own}", partial(Decays, [w]))
     # torch times kernels on rank 1; its list of chunks says something else in a later release.

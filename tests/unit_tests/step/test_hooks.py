@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elementwise additions to a step, beside the same arithmetic on whole matrices in plain torch."""
 
-from typing import Any
-
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
@@ -13,7 +11,6 @@ from helpers.fsdp2_models import FSDP2, drawn
 from helpers.ranks import run_ranks
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon
-from megatron_muon.step.lion import FSDPLion
 
 LR, DECAY = 0.5, 0.3
 
@@ -81,23 +78,7 @@ def test_cautious_decay_has_the_bits_of_whole_matrices_and_is_in_no_metric():
 def test_ranks_agree_on_the_memory_of_hooks(options, num_copies, monkeypatch):
     """Ranks agree on copies of results, which may need more than the workspace of Newton-Schulz."""
     asked = []
-    muon = Muon([torch.nn.Parameter(torch.ones(6, 9)) for _ in range(2)], **options)
-    monkeypatch.setattr(muon.engine, "reserve", lambda others: asked.append(others.temporaries))
-    assert muon.muon_step.reserve() == []
+    step = Muon([torch.nn.Parameter(torch.ones(6, 9)) for _ in range(2)], **options).muon
+    monkeypatch.setattr(step.engine, "reserve", lambda others: asked.append(others.temporaries))
+    assert step.reserve() == []
     assert asked == [num_copies * 4 * 2 * 6 * 9]
-
-
-def test_lion_decays_cautiously_too():
-    """Lion accepts each name of the shared list of methods, and decays by it."""
-    param = torch.nn.Parameter(drawn((6, 9), 0))
-    whole, average = param.detach().clone(), torch.zeros(6, 9)
-    method: Any = "cautious"
-    lion = FSDPLion([param], LR, weight_decay=DECAY, weight_decay_method=method)
-    (beta1, beta2) = lion.param_groups[0]["betas"]
-    for step in range(3):
-        param.grad = drawn((6, 9), 1 + step)
-        update = average.lerp(param.grad, 1 - beta1).sign()
-        average.lerp_(param.grad, 1 - beta2)
-        whole.sub_(_decayed(update, whole), alpha=LR)
-        lion.step()
-        assert torch.equal(param, whole)
