@@ -202,13 +202,19 @@ def _place() -> tuple[str, int]:
 
 
 class _Stream:
-    """A stream, or an event; a stream is also its own context."""
+    """A stream, which is its own context, or an event, which is over after its step."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._recording: int | None = None
+
+    def record(self, *_: Any) -> None:
+        """Remember in which recording."""
+        self._recording = self._recorder.num_recordings
 
     def synchronize(self) -> None:
-        self._recorder.wait("synchronize")
+        if self._recording in (None, self._recorder.num_recordings):
+            self._recorder.wait("synchronize")
 
     def query(self) -> bool:
         return True
@@ -219,20 +225,7 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         pass
 
-    wait_stream = record_event = wait_event = wait = record = lambda self, *args: self
-
-
-class _Event(_Stream):
-    """An event; of a step before, it is over."""
-
-    def record(self, *_: Any) -> None:
-        """Remember in which recording."""
-        self._recording = self._recorder.num_recordings
-
-    def synchronize(self) -> None:
-        """Record a wait for this recording."""
-        if self._recording == self._recorder.num_recordings:
-            super().synchronize()
+    wait_stream = record_event = wait_event = wait = lambda self, *args: self
 
 
 @contextmanager
@@ -268,7 +261,7 @@ def fake_cuda() -> Iterator[Recorder]:
 
     replaced = [
         *((torch.cuda, name, lambda *_, **__: stream) for name in ("Stream", "stream")),
-        (torch.cuda, "Event", lambda *_, **__: _Event(recorder)),
+        (torch.cuda, "Event", lambda *_, **__: _Stream(recorder)),
         (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "synchronize", lambda *_: recorder.wait("synchronize")),
         (torch.cuda, "current_device", lambda: 0),
