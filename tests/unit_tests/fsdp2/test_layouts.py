@@ -113,17 +113,24 @@ def _step(parameters: Sequence[Sharded], setting: Setting) -> tuple[Any, list[st
     )
     whole = WholeMuon(parameters, setting.comm_dtype, setting.adaptive, **settings)
     for step in range(3):
-        grads = [drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters)]
+        drawn_grads = (drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters))
+        grads = [
+            grad.to(x.param.dtype).float() for grad, x in zip(drawn_grads, parameters, strict=True)
+        ]
         for each, grad in zip(parameters, grads, strict=True):
             each.set_grad(grad)
         muon.step()
         whole.step(grads)
+    different = differences(parameters, muon, whole.wholes())
     for each in parameters:
         state = muon.state[each.param]
         assert type(state["momentum_buffer"]) is type(each.param.data)
+        if "main_param" in state:
+            own, main = local(each.param), local(state["main_param"])
+            different += ["value in bfloat16"] * (not torch.equal(own, main.bfloat16()))
         # Of a batch it is scaled like each of its matrices.
         assert setting.adaptive != "adamuon" or "moment2_buffer" in state
-    return muon, differences(parameters, muon, whole.wholes())
+    return muon, different
 
 
 # Rows that one optimizer steps too: every placement, and Muon's keys of a group.

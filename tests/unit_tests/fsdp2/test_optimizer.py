@@ -12,14 +12,11 @@ import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group, kind
 from helpers.fsdp2_models import draw_grads, drawn, shard
-from helpers.ranks import ROOT, cached_cases, run_ranks
+from helpers.ranks import ROOT, run_cases, run_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
-from megatron_muon.runtime import row_moves
+from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
 VALUES = torch.arange(12.0).view(3, 4)
 
@@ -158,99 +155,10 @@ def _step_without_gradients() -> None:
     assert torch.equal(used.param.to_local(), alone.param.to_local())
 
 
-_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.view.default)
-
-
-class Wrapper(torch.Tensor):
-    """A tensor that keeps its elements in another one."""
-
-    names = ("elements",)
-
-    @staticmethod
-    def __new__(cls, elements: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, elements.shape, dtype=elements.dtype, device=elements.device
-        )
-
-    def __init__(self, elements: Any) -> None:
-        self.elements = elements
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:  # noqa: D105
-        return list(self.names), None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Any:  # noqa: D105
-        return cls(inner["elements"])
-
-    @classmethod
-    def __torch_dispatch__(  # noqa: D105
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        bare = tree_map_only(Wrapper, lambda each: each.elements, (args, kwargs or {}))
-        result = func(*bare[0], **bare[1])
-        return cls(result) if func in _VIEWS else result
-
-
-class Quantized(Wrapper):
-    """It also has a scale."""
-
-    names = ("elements", "scale")
-
-    def __init__(self, elements: Any) -> None:
-        super().__init__(elements)
-        self.scale = torch.ones(1)
-
-
-def _step_wrapped() -> None:
-    """Step shards that wrap others, beside whole matrices."""
-    options: dict[str, Any] = {"lr": 0.1, "nesterov": True, "fp32_matmul_prec": "high"}
-    mesh = init_device_mesh(kind(), (2,))
-    whole = torch.nn.Parameter(drawn((7, 6), 0))
-    rows = distribute_tensor(whole.detach().clone(), mesh, [Shard(0)], src_data_rank=None)
-    shape = {"shape": rows.shape, "stride": rows.stride()}
-
-    def parameter(wrap: Any) -> Any:
-        local = wrap(rows.to_local().clone())
-        return torch.nn.Parameter(
-            DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **shape)
-        )
-
-    param = parameter(Wrapper)
-    exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
-    muon = Muon([("w", param)], exchange=exchange, **options)
-    reference = WholeMatrixMuon([whole], **options)
-    for step in range(3):
-        whole.grad = drawn(whole.shape, 1 + step)
-        param.grad = distribute_tensor(whole.grad, mesh, [Shard(0)], src_data_rank=None)
-        muon.step()
-        reference.step()
-        expected = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-        assert torch.equal(param._local_tensor.elements, expected.to_local())
-    assert type(param._local_tensor) is Wrapper
-    for make in (Muon, MuonAdamW):
-        with pytest.raises(
-            RuntimeError, match="w: expected a tensor with memory .*, got Quantized"
-        ):
-            make([("w", parameter(Quantized))]).step()
-
-
-CASES = {"no gradients": _step_without_gradients}
-if kind() == "cpu":
-    CASES["wrapped"] = _step_wrapped
-results = cached_cases({2: CASES})
-
-
 @pytest.mark.ranks
 def test_parameter_that_nobody_has_a_gradient_of_stays():
     """A parameter without a gradient on any rank stays, as in torch, and so does its momentum."""
-    assert results(2)["no gradients"] == [None] * 2
-
-
-@pytest.mark.ranks
-@pytest.mark.cpu_only
-def test_wrapped_tensor_is_stepped_or_refused_by_class():
-    """Weights of a class without storage are stepped, or refused before the step."""
-    assert results(2)["wrapped"] == [None] * 2
+    run_cases(2, {"no gradients": _step_without_gradients})
 
 
 def _stages_and_meshes() -> None:

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of parameters, own functions, scales, splits and figures of Muon for FSDP2."""
+"""Places of momentum, own functions, scales, splits and figures of Muon for FSDP2."""
 
-import copy
 import itertools
 import textwrap
 from typing import Any
@@ -10,14 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group
-from helpers.fsdp2_models import FSDP2, draw_grads, drawn, load_state, save_state
+from helpers.fsdp2_models import FSDP2, draw_grads, drawn
 from helpers.ranks import ROOT, run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
+from megatron_muon.fsdp2 import Muon, MuonAdamW
 from megatron_muon.step import stored_state
 
 
@@ -62,87 +58,6 @@ def test_memory_that_cannot_be_pinned_is_an_error():
     empty = mock.patch.object(torch, "empty", side_effect=error)
     with empty, pytest.raises(RuntimeError, match=said):
         stored_state.placed_momentum(momentum, torch.float32, in_cpu_memory=True)
-
-
-def _step_bf16(folder: str) -> None:
-    """Step sharded parameters in bfloat16, save and load them, beside float32."""
-    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
-    shapes = [(10, 6), (3, 8)]
-    options = {"lr": 1e-3, "nesterov": True, "fp32_matmul_prec": "high"}
-    wholes = [torch.nn.Parameter(drawn(x, i).bfloat16().float()) for i, x in enumerate(shapes)]
-    reference = WholeMatrixMuon(wholes, **options)
-
-    def build() -> tuple[Any, Any]:
-        model = torch.nn.Module()
-        model.forward = lambda: None  # type: ignore[assignment]
-        for i, shape in enumerate(shapes):
-            setattr(model, f"weight{i}", torch.nn.Parameter(drawn(shape, i).bfloat16()))
-        fully_shard(model, mesh=mesh)
-        exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
-        return model, Muon(list(model.named_parameters()), exchange=exchange, **options)
-
-    model, muon = build()
-    for step in range(4):
-        if step == 2:
-            save_state(folder, model, muon)
-            model, muon = build()
-            load_state(folder, model, muon)
-        draw_grads(model.parameters(), step)
-        for param, whole in zip(model.parameters(), wholes, strict=True):
-            whole.grad = param.grad.full_tensor().float()
-        muon.step()
-        reference.step()
-        for param, whole in zip(model.parameters(), wholes, strict=True):
-            own, expected = muon.state[param], whole.detach()
-            assert own["main_param"].dtype == torch.float32 and param.dtype == torch.bfloat16
-            assert torch.equal(own["main_param"].full_tensor(), expected), step
-            assert torch.equal(param.full_tensor(), expected.bfloat16()), step
-            momentum = reference.state[whole]["momentum_buffer"]
-            assert torch.equal(own["momentum_buffer"].full_tensor(), momentum), step
-
-
-def _train_in_cpu_memory(folder: str) -> None:
-    """Train with and without CPUOffloadPolicy, with a checkpoint."""
-    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
-    torch.manual_seed(0)
-    first = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5))
-
-    def build(policy: OffloadPolicy) -> tuple[Any, Any]:
-        model = copy.deepcopy(first)
-        if not isinstance(policy, CPUOffloadPolicy):
-            model = model.to(device())
-        fully_shard(model, mesh=mesh, offload_policy=policy)
-        return model, MuonAdamW.from_model(model, lr=0.1)
-
-    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda")
-    (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
-    for number in range(4):
-        if number == 2:
-            save_state(folder, model, muon)
-            model, muon = build(offload)
-            load_state(folder, model, muon)
-        batch = drawn((8, 6), 20 + number)
-        for each, optimizer in ((model, muon), (plain, plain_muon)):
-            optimizer.zero_grad()
-            each(batch).square().mean().backward()
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        state = muon.state[ours]
-        momentum = state.get("momentum_buffer", state.get("exp_avg"))
-        assert all(each.to_local().device.type == "cpu" for each in (ours, momentum))
-        assert torch.equal(ours.to_local(), theirs.to_local().cpu())
-
-
-def _on_two_ranks(folder: str) -> None:
-    init_group()
-    _step_bf16(f"{folder}/bf16")
-    _train_in_cpu_memory(f"{folder}/cpu")
-
-
-@pytest.mark.ranks
-def test_parameters_in_bfloat16_or_cpu_memory_keep_their_bits(tmp_path):
-    """Parameters in bfloat16 or CPU memory step with the bits of float32, through a checkpoint."""
-    run_ranks(2, _on_two_ranks, str(tmp_path)).check()
 
 
 def test_own_function_sees_stacks_of_whole_matrices():

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fsdp2_models import mixed_model, shard
+from helpers.fsdp2_models import Quantized, mixed_model, shard, wrapped
 from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -365,6 +365,10 @@ def _refuse_calls(mesh: DeviceMesh) -> None:
             scaler.unscale_(muon)
         _assert_refused("step: expected gradients that are not scaled", partial(scaler.step, muon))
         assert not hasattr(muon, "grad_scale") and not hasattr(muon, "found_inf")
+    for make in (Muon, MuonAdamW):
+        (quantized,) = wrapped(Quantized)
+        said = "w: expected a tensor with memory"
+        _assert_refused(said, lambda make=make, w=quantized: make([("w", w.param)]).step())
     late = partial(muon.add_param_group, {"params": []})
     _assert_refused("add_param_group: expected all parameters", late)
     for call in (copy.deepcopy, pickle.dumps):

@@ -78,7 +78,8 @@ def differences(
     """List values and momentum of which this rank's part is not that of ``WholeMuon.wholes()``."""
     different = []
     for i, (each, expected) in enumerate(zip(parameters, wholes, strict=True)):
-        pair = (each.param, optimizer.state[each.param]["momentum_buffer"])
+        state = optimizer.state[each.param]
+        pair = (state.get("main_param", each.param), state["momentum_buffer"])
         for what, ours, whole in zip(("value", "momentum"), pair, expected, strict=True):
             ours, part = getattr(ours, "to_local", lambda ours=ours: ours)(), each.own(whole)
             worst = math.inf
