@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from helpers.device import device, init_group, kind
+from helpers.device import device, kind
 from helpers.fsdp2_models import draw_grads, local, mixed_model
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -67,8 +67,9 @@ def _routes(optimizer):
     return routes
 
 
-def _train_both():
-    init_group()
+@on_ranks(2)
+def test_calls_of_trainers_step_as_from_model():
+    """Calls that pass neither names nor a model choose as from_model, and not Muon for vectors."""
     for name, build in CALLS.items():
         models = [mixed_model() for _ in range(2)]
         for model in models:
@@ -85,12 +86,6 @@ def _train_both():
         assert all("betas" not in group for group in ours.param_groups if "momentum" in group)
         if name != "torchtitan":
             assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"], name
-
-
-@pytest.mark.ranks
-def test_calls_of_trainers_step_as_from_model():
-    """Calls that pass neither names nor a model choose as from_model, and not Muon for vectors."""
-    run_ranks(2, _train_both).check()
 
 
 def test_it_is_a_class_of_optimizers():

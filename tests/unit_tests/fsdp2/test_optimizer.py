@@ -3,16 +3,15 @@
 """Muon for FSDP2 among other optimizers: closures, schedulers, clipping, missing gradients."""
 
 import os
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from helpers.device import device, init_group, kind
+from helpers.device import device, kind
 from helpers.fsdp2_models import draw_grads, drawn, shard
-from helpers.ranks import ROOT, run_cases, run_ranks
+from helpers.ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -133,8 +132,9 @@ def test_groups_have_settings_of_their_own():
     assert torch.equal(ours[1], torch.cat(theirs[1:]))
 
 
-def _step_without_gradients() -> None:
-    """Step where a parameter has no gradient on any rank, and one is frozen."""
+@on_ranks(2)
+def test_parameter_that_nobody_has_a_gradient_of_stays():
+    """A parameter without a gradient on any rank stays, as in torch, and so does its momentum."""
     mesh = init_device_mesh(kind(), (2,))
     used, unused, frozen = (shard((5, 4), seed, mesh) for seed in range(3))
     alone = shard((5, 4), 0, mesh)
@@ -155,18 +155,13 @@ def _step_without_gradients() -> None:
     assert torch.equal(used.param.to_local(), alone.param.to_local())
 
 
-@pytest.mark.ranks
-def test_parameter_that_nobody_has_a_gradient_of_stays():
-    """A parameter without a gradient on any rank stays, as in torch, and so does its momentum."""
-    run_cases(2, {"no gradients": _step_without_gradients})
+@on_ranks(4, timeout_s=60.0)
+def test_ranks_may_have_no_matrices_or_list_them_in_any_order():
+    """Ranks without matrices, or with another order of meshes, do not keep others waiting.
 
-
-def _stages_and_meshes() -> None:
-    """Build, step and save where the last two ranks have no matrices, with a limit of memory.
-
-    Then step parameters of two meshes of the same ranks, in one order and in opposite orders.
+    The last two ranks have no matrices, with a limit of memory. Parameters of two meshes of the
+    same ranks are listed in one order and in opposite orders.
     """
-    init_group()
     rank = dist.get_rank()
     mesh = init_device_mesh(kind(), (4, 1), mesh_dim_names=("stage", "shard"))["shard"]
     model = torch.nn.Module()
@@ -196,25 +191,17 @@ def _stages_and_meshes() -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.ranks
-def test_ranks_may_have_no_matrices_or_list_them_in_any_order():
-    """Ranks without matrices, or with another order of meshes, do not keep others waiting."""
-    run_ranks(4, _stages_and_meshes, timeout_s=60.0).check()
-
-
-def _operations(num_experts: list[int]) -> list[list[int]]:
-    """Count operations, matrix products and host reads of a step, by number of experts."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+@on_ranks(2)
+def test_batch_takes_as_many_calls_as_one_matrix():
+    """A batch of 32 experts takes as many calls and host reads as one of 8."""
     from counting import OperationCounter
 
     # As on a GPU: a CPU moves rows without the kernel.
     if kind() == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        row_moves.uses_kernel = lambda device: True
-    init_group()
     mesh = init_device_mesh(kind(), (2,))
     found = []
-    for number in num_experts:
+    for number in (2, 8, 32):
         batch = shard((number, 8, 6), 0, mesh)
         exchange = ExchangeSettings(cost_model="stack_tiles=1000")
         muon = Muon([batch.param], nesterov=True, weight_decay=0.1, exchange=exchange)
@@ -225,15 +212,9 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
             muon.step()
         counts = counter.operations, counter.matrix_products, counter.host_reads
         found.append([each.total() for each in counts])
-    return found
-
-
-@pytest.mark.ranks
-def test_batch_takes_as_many_calls_as_one_matrix():
-    """A batch of 32 experts takes as many calls and host reads as one of 8."""
-    for one, few, many in run_ranks(2, _operations, [2, 8, 32]).check().results:
-        assert few == many
-        assert many[1] == one[1] == 15
-        assert many[0] <= one[0] + 2
-        # Two numbers went to the device by a copy for which the host waits, and came back later.
-        assert one[2] == many[2] == 1
+    one, few, many = found
+    assert few == many
+    assert many[1] == one[1] == 15
+    assert many[0] <= one[0] + 2
+    # Two numbers went to the device by a copy for which the host waits, and came back later.
+    assert one[2] == many[2] == 1

@@ -12,6 +12,7 @@ import dataclasses
 import faulthandler
 import fcntl
 import functools
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -24,6 +25,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import pytest
 
 from helpers import device
 
@@ -77,7 +80,7 @@ def _data_cache() -> str:
 
 @functools.cache
 def _context() -> Any:
-    paths = [UNIT_TESTS, ROOT, ROOT / "scripts", os.environ.get("PYTHONPATH")]
+    paths = [UNIT_TESTS, ROOT, ROOT / "scripts", ROOT / "benchmarks", os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     # "spawn" is for a release of megatron that uses CUDA on import: ranks then start in 10 s.
     method = os.environ.get("MEGATRON_MUON_TEST_START", "forkserver")
@@ -138,6 +141,29 @@ def run_ranks(
         )
 
 
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator for tests that run on ranks, after their group has started.
+
+    Fixtures and parameters are passed on to the ranks; ``options`` are those of ``run_ranks()``.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @pytest.mark.ranks
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            name = (function.__module__, function.__name__)
+            run_ranks(world_size, _run_test, *name, arguments, **options).check()
+
+        return test
+
+    return decorate
+
+
+def _run_test(module: str, name: str, arguments: Mapping[str, Any]) -> None:
+    device.init_group()
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
 def run_cases(
     world_size: int, cases: Mapping[str, Callable[[], Any]], *, timeout_s: float = 240.0
 ) -> dict[str, list[Any]]:
@@ -175,9 +201,7 @@ def launch(
     *,
     script: Path = PRETRAIN_GPT,
     before: Callable[[], None] | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 240.0,
-    ends_with: int | None = None,
+    **options: Any,
 ) -> Run:
     """Run a training script through the launcher, as ``torchrun`` does on the device of the tests.
 
@@ -188,21 +212,10 @@ def launch(
         arguments: Arguments of the script.
         script: The script.
         before: Called on every rank before the launcher, to break something on purpose.
-        env: Environment variables to set on every rank.
-        timeout_s: Seconds after which all ranks are killed.
-        ends_with: Rank whose end is the run's: the others are killed then.
+        **options: Of ``run_ranks()``.
     """
     cache = ["--data-cache-path", _data_cache()] if script == PRETRAIN_GPT else []
-    return run_ranks(
-        world_size,
-        _launch_rank,
-        str(script),
-        [*arguments, *cache],
-        before,
-        env=env,
-        timeout_s=timeout_s,
-        ends_with=ends_with,
-    )
+    return run_ranks(world_size, _launch_rank, str(script), [*arguments, *cache], before, **options)
 
 
 def _launch_rank(script: str, arguments: list[str], before: Callable[[], None] | None) -> int:
