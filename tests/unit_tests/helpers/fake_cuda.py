@@ -59,9 +59,8 @@ class Recorder(OperationCounter):
     Attributes:
         allocations: In their order.
         waits: Reads of values, and synchronized streams.
-        slow_copies: Copies between host and device for which the host waits: of memory that is not
-            pinned, as that of Python's numbers, or without ``non_blocking``.
-        mixed: Operations on tensors of the host and of a device.
+        slow: Operations on tensors of the host and of a device. Copies between them are slow if the
+            host waits: memory is not pinned, as that of Python's numbers, or not ``non_blocking``.
     """
 
     def __init__(self) -> None:
@@ -78,8 +77,7 @@ class Recorder(OperationCounter):
         self.num_recordings += 1
         self.allocations: list[Allocation] = []
         self.waits: list[Wait] = []
-        self.slow_copies: list[Wait] = []
-        self.mixed: list[Wait] = []
+        self.slow: list[Wait] = []
         for counts in (self.operations, self.num_bytes, self.matrix_products, self.collectives):
             counts.clear()
 
@@ -101,12 +99,14 @@ class Recorder(OperationCounter):
         if name in _COPIES:
             self._record_copy(name, args, kwargs)
         elif len(places) > 1:
-            self.mixed.append(self._wait(name))
+            self.slow.append(self._wait(name))
         old = {each.untyped_storage()._cdata for each in given}
         # The host's own operations are no launches.
         is_launched = ("cuda" in places or target == "cuda") and func.namespace != "prim"
-        run: Callable[..., Any] = super().__torch_dispatch__ if is_launched else _run
-        out = run(func, types, args, kwargs)
+        if is_launched:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         new = {
             each.untyped_storage()._cdata: each.untyped_storage()
             for each in _tensors(out)
@@ -135,7 +135,7 @@ class Recorder(OperationCounter):
         is_pinned = all(each.untyped_storage()._cdata in self._pinned for each in on_host)
         is_async = kwargs.get("non_blocking", len(args) > 2 and args[2])
         if devices == {"cpu", "cuda"} and not (is_pinned and is_async):
-            self.slow_copies.append(self._wait(name))
+            self.slow.append(self._wait(name))
 
     def not_agreed_on(self, num_before: int, small_bytes: int) -> list[Allocation]:
         """Return the allocations that nothing before an agreement of ranks has asked for."""
@@ -169,10 +169,6 @@ class Recorder(OperationCounter):
         num_elements = next(elements for known, elements in self.tables if known is table)
         self.operations["row_kernel"] += 1
         self.num_bytes["row_kernel"] += num_elements * sum(d.itemsize for d in table.dtypes)
-
-
-def _run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def _number(dtype: torch.dtype) -> bool | float:

@@ -197,7 +197,7 @@ def test_third_step_has_one_wait_and_stays_within_its_bounds(name):
     """
     (recorder, num_elements), case = _third_step(name), CASES[name]
     assert [wait.file for wait in recorder.waits] == case.readers, recorder.waits
-    assert recorder.slow_copies == recorder.mixed == []
+    assert recorder.slow == []
     launches = recorder.operations.total()
     num_bytes = recorder.num_bytes.total() / num_elements
     # A bound far above would hold nothing.
@@ -213,7 +213,7 @@ def test_host_waits_only_for_gradients_that_are_checked_in_the_same_step(check):
         for _ in range(3):
             _step(recorder, optimizer)
     assert [wait.file for wait in recorder.waits] == [OF_FSDP2] * (check == "sync")
-    assert recorder.slow_copies == recorder.mixed == []
+    assert recorder.slow == []
     # Of the flags; the other one is of norms.
     assert recorder.operations["aten::_to_copy"] == 1 + (check == "next_step")
 
