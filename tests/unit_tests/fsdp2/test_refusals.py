@@ -18,7 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, parameter_groups, validation
+from megatron_muon.fsdp2 import (
+    ExchangeSettings,
+    Muon,
+    MuonAdamW,
+    from_parameters,
+    parameter_groups,
+    validation,
+)
 
 
 def _assert_refused(said: str, call: Callable[[], Any]) -> None:
@@ -73,12 +80,8 @@ def test_invalid_arguments_are_refused(said, options):
     assert said in str(error.value)
 
 
-def _group(model: Any) -> dict[str, Any]:
-    return {"params": [model.up.weight], "algorithm": "muon"}
-
-
-def _muon_adamw(model: Any, **options: Any) -> MuonAdamW:
-    return MuonAdamW([_group(model)], **options)
+def _muon_adamw(model: Any, num_groups: int = 1, **options: Any) -> MuonAdamW:
+    return MuonAdamW([{"params": [model.up.weight], "algorithm": "muon"}] * num_groups, **options)
 
 
 def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
@@ -104,6 +107,23 @@ def _step(optimizer: Any, **key: Any) -> None:
     optimizer.step()
 
 
+def _from_shared(model: Any) -> Any:
+    """Build of parameters that two modules have, by names that lead to other choices."""
+    _modules = [torch.nn.ModuleDict({name: model}) for name in ("decoder", "lora_model")]
+    return from_parameters([*model.parameters()])
+
+
+def _from_a_layer(model: Any) -> Any:
+    head = torch.nn.Linear(8, 3)
+    return from_parameters([*model.parameters(), *head.parameters()])
+
+
+def _from_parameters_before_sharding(model: Any) -> Any:
+    listed = [*model.parameters()]
+    model.up.weight = torch.nn.Parameter(model.up.weight.detach().clone())
+    return from_parameters(listed)
+
+
 IN_FLOAT16 = _param(3, 4, grad_dtype=torch.float16)
 # What is said of a call with a model on one rank.
 CALLS: list[tuple[str, Callable[[Any], Any]]] = [
@@ -118,8 +138,20 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("Invalid beta parameter", lambda m: _vector_of_adamw(m, betas=(2.0, 0.9))),
     ("lr: expected a number", lambda m: Muon([{"params": [m.up.weight], "lr": -1.0}])),
     ("lr: expected a number", lambda m: _muon_adamw(m, lr=-1.0)),
-    ("in more than one parameter", lambda m: MuonAdamW([_group(m)] * 2)),
+    ("in more than one parameter", lambda m: _muon_adamw(m, 2)),
     ("expected record_metrics() before", lambda m: Muon([m.up.weight]).last_metrics()),
+    # Parameters whose modules are uncertain.
+    ("1 that no module has, of shapes [(7, 3)]",
+     lambda m: from_parameters([*m.parameters(), _param(7, 3)])),
+    ("1 that no module has, of shapes [(12, 8)]", _from_parameters_before_sharding),
+    ("['ModuleDict', 'ModuleDict'], with 10 shared", _from_shared),
+    ("['Sequential', 'Linear'], with 0 shared", _from_a_layer),
+    ("trainable parameters", lambda m: from_parameters(m.requires_grad_(False).parameters())),
+    ("empty parameter list", lambda _: from_parameters(iter(()))),
+    ("more than one parameter group",
+     lambda m: from_parameters([{"params": m.parameters()}, {"params": m.head.weight}])),
+    ("unexpected keyword argument 'amsgrad'",
+     lambda m: from_parameters(m.parameters(), lr=0.1, amsgrad=True)),
     # Gradients in float16 may be scaled.
     *[
         ("expected a gradient like the parameter", lambda _: _step(Muon([IN_FLOAT16])))
