@@ -97,29 +97,22 @@ def _float64_norm_of_all() -> Callable[..., torch.Tensor]:
     )
 
 
-def _as_matrices(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    return whole.flatten(1) if parameter.keys.get("flatten") else whole
+def _blocks(parameter: Any, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what Newton-Schulz sees: views with a row an output, and masks of the rows of blocks.
+
+    It is other code than the package's.
+    """
+    whole = whole.flatten(1) if parameter.keys.get("flatten") else whole
+    found = []
+    for matrix in [whole] if whole.ndim == 2 else whole:
+        view = _turned(parameter, matrix)
+        of_output = _block_of_output(parameter, torch.arange(len(view)))
+        found += [(view, of_output == block) for block in of_output.unique()]
+    return found
 
 
-def _pieces(parameter: Any) -> list[tuple[Any, Any, Any]]:
-    """Return the indices of what Newton-Schulz sees: other code than the package's."""
-    whole = _as_matrices(parameter, parameter.whole)
-    matrices: list[Any] = [...] if whole.ndim == 2 else list(range(len(whole)))
-    is_transposed = parameter.keys.get("transposed", False)
-    num_rows, num_cols = whole.shape[-2:]
-    rows, cols = torch.arange(num_rows)[:, None], torch.arange(num_cols)[None, :]
-    outputs = (cols if is_transposed else rows).flatten()
-    of_output = _block_of_output(parameter, outputs)
-    pieces = []
-    for matrix in matrices:
-        for block in of_output.unique():
-            chosen = outputs[of_output == block]
-            pieces.append(
-                (matrix, rows, chosen[None, :])
-                if is_transposed
-                else (matrix, chosen[:, None], cols)
-            )
-    return pieces
+def _turned(parameter: Any, matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.mT if parameter.keys.get("transposed") else matrix
 
 
 def _block_of_output(parameter: Any, outputs: torch.Tensor) -> torch.Tensor:
@@ -134,15 +127,15 @@ def _block_of_output(parameter: Any, outputs: torch.Tensor) -> torch.Tensor:
 
 def _parts(parameter: Any, whole: torch.Tensor) -> list[torch.Tensor]:
     """Return contiguous copies of the matrices of a parameter."""
-    matrices = _as_matrices(parameter, whole)
-    return [matrices[piece].contiguous() for piece in _pieces(parameter)]
+    blocks = _blocks(parameter, whole)
+    return [_turned(parameter, view[rows]).contiguous() for view, rows in blocks]
 
 
 def _joined(parameter: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    joined = torch.full_like(_as_matrices(parameter, parameter.whole), float("nan"))
-    for piece, part in zip(_pieces(parameter), parts, strict=True):
-        joined[piece] = part.detach()
-    return joined.view_as(parameter.whole)
+    joined = torch.full_like(parameter.whole, float("nan"))
+    for (view, rows), part in zip(_blocks(parameter, joined), parts, strict=True):
+        view[rows] = _turned(parameter, part.detach())
+    return joined
 
 
 def float64_normalize(x: torch.Tensor, p: int, dim: tuple[int, int], eps: float) -> torch.Tensor:
