@@ -7,22 +7,18 @@ ranks starts in 0.03 s on a quiet machine, the server in 10 s.
 """
 
 import atexit
-import contextlib
 import dataclasses
 import faulthandler
-import fcntl
 import functools
 import importlib
-import itertools
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -108,11 +104,19 @@ def run_ranks(
         timeout_s: Seconds after which all ranks are killed, which fails the run.
         ends_with: Rank whose end is the run's: the others are killed then.
     """
+    # Tests without ranks do not load torch.
+    from torch.distributed import TCPStore
+
     places = device.place_ranks(world_size)
+    # It outlives the ranks, and its port is taken from the moment that the kernel assigns it.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(store.port),
+            # As under torchrun: no rank serves the store.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "WORLD_SIZE": str(world_size),
             # Gloo connects ranks when they first talk; a group of Megatron's is often never used.
             "TORCH_GLOO_LAZY_INIT": "1",
@@ -266,8 +270,6 @@ def _run_rank(
         result = function(*args)
         (Path(folder) / f"result_{rank}").write_text(json.dumps(result))
         if torch.distributed.is_initialized():
-            # Twice: others may need the store of rank 0 to connect when it leaves the first one.
-            torch.distributed.barrier()
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
     except BaseException as error:
@@ -321,35 +323,6 @@ def _record_history(path: Path) -> None:
         return original(*args, **kwargs)
 
     training.training_log = training_log
-
-
-_locked: list[Any] = []
-
-
-@functools.cache
-def _ports() -> Iterator[int]:
-    """Return ports below those that the kernel assigns, different ones in each test process.
-
-    Another socket could get a port that the kernel has assigned before rank 0 listens on it. A
-    locked file says which ports a process has: by its number two suites at once met on one port.
-    """
-    for block in range(os.getpid(), os.getpid() + 20):
-        path = Path(tempfile.gettempdir(), f"megatron_muon_ports_{os.getuid()}_{block % 20}")
-        file = open(path, "w")  # noqa: SIM115 - locked until this process ends
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-    _locked.append(file)
-    first = 10_000 + 1000 * (block % 20)
-    return itertools.cycle(range(first, first + 1000))
-
-
-def _free_port() -> int:
-    while True:
-        port = next(_ports())
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("localhost", port))
-            return port
 
 
 def _read(folder: str, name: str) -> str:
