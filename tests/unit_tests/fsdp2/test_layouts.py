@@ -103,6 +103,7 @@ TABLE = _table()
 def _step(build: Callable[[], list[Sharded]], setting: Setting) -> tuple[Any, list[str]]:
     """Step three times, and return the optimizer, and what differs from whole matrices."""
     parameters = build()
+    classes = [type(getattr(x.param, "_local_tensor", x.param)) for x in parameters]
     # This scale tells outputs from inputs.
     settings: dict[str, Any] = {
         "lr": 0.02,
@@ -143,6 +144,7 @@ def _step(build: Callable[[], list[Sharded]], setting: Setting) -> tuple[Any, li
             stepped.step()
         whole.step(grads)
     different = differences(parameters, optimizer, whole.wholes())
+    assert classes == [type(getattr(x.param, "_local_tensor", x.param)) for x in parameters]
     for each in parameters:
         state = optimizer.state[each.param]
         assert type(state["momentum_buffer"]) is type(each.param.data)
@@ -223,7 +225,7 @@ def found_by_rank(size: int, name: str) -> list[dict[str, Any]]:
     ],
 )
 def test_step_is_that_of_whole_matrices(size, name):
-    """Parameters and momentum have the bits of whole matrices, in one optimizer and in two."""
+    """Parameters and momentum have the bits of whole matrices, and of AdamW beside them."""
     for rank, found in enumerate(found_by_rank(size, name)):
         assert found["different"] == [], f"rank {rank}"
 

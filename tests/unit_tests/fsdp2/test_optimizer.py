@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, kind
-from helpers.fsdp2_models import draw_grads, drawn, shard
+from helpers.fsdp2_models import shard
 from helpers.ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,31 +105,6 @@ def test_schedulers_and_clipping_work_as_with_any_optimizer():
             schedule.step()
         assert torch.equal(ours, theirs)
     assert muon.param_groups[0]["lr"] == 0.0125
-
-
-def test_groups_have_settings_of_their_own():
-    """Each group has a learning rate, weight decay, momentum and splits of its own."""
-    first, second = drawn((4, 6), 0), drawn((6, 3), 1)
-    ours = [torch.nn.Parameter(value.clone()) for value in (first, second)]
-    theirs = [torch.nn.Parameter(value.clone()) for value in (first, *second.split(2))]
-    fast, slow = {"lr": 1.0, "momentum": 0.5}, {"lr": 0.1, "weight_decay": 0.5}
-    precision = {"fp32_matmul_prec": "highest"}
-    muon = Muon(
-        [{"params": ours[:1], **fast}, {"params": ours[1:], "split_sizes": [2, 2, 2], **slow}],
-        exchange=ExchangeSettings(comm_dtype="fp32"),
-        **precision,
-    )
-    reference = WholeMatrixMuon(
-        [{"params": theirs[:1], **fast}, {"params": theirs[1:], **slow}], **precision
-    )
-    draw_grads(ours, 2)
-    grads = [ours[0].grad, *ours[1].grad.split(2)]
-    for param, grad in zip(theirs, grads, strict=True):
-        param.grad = grad.clone()
-    muon.step()
-    reference.step()
-    assert torch.equal(ours[0], theirs[0])
-    assert torch.equal(ours[1], torch.cat(theirs[1:]))
 
 
 @on_ranks(2)

@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fsdp2_models import Quantized, mixed_model, shard, wrapped
+from helpers.fsdp2_models import mixed_model, shard, wrapped
 from helpers.ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_muon.fsdp2 import (
     ExchangeSettings,
@@ -382,9 +383,9 @@ def _refuse_calls(mesh: DeviceMesh) -> None:
         _assert_refused("step: expected gradients that are not scaled", partial(scaler.step, muon))
         assert not hasattr(muon, "grad_scale") and not hasattr(muon, "found_inf")
     for make in (Muon, MuonAdamW):
-        (quantized,) = wrapped(Quantized)
+        (each,) = wrapped(lambda rows: TwoTensor(rows, rows.clone()))
         said = "w: expected a tensor with memory"
-        _assert_refused(said, lambda make=make, w=quantized: make([("w", w.param)]).step())
+        _assert_refused(said, lambda make=make, w=each.param: make([("w", w)]).step())
     late = partial(muon.add_param_group, {"params": []})
     _assert_refused("add_param_group: expected all parameters", late)
     for call in (copy.deepcopy, pickle.dumps):

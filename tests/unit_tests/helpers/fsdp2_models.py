@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.testing._internal.subclasses import WrapperSubclass
 
 from helpers.device import device, kind
 
@@ -143,48 +143,11 @@ def _tensor_parallel_alone() -> list[Sharded]:
     ]
 
 
-class Wrapper(torch.Tensor):
-    """A tensor that keeps its elements in another one."""
-
-    names = ("elements",)
-    _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.view.default)
-
-    @staticmethod
-    def __new__(cls, elements: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, elements.shape, dtype=elements.dtype, device=elements.device
-        )
-
-    def __init__(self, elements: Any) -> None:
-        self.elements, self.scale = elements, torch.ones(1)
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:  # noqa: D105
-        return list(self.names), None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Any:  # noqa: D105
-        return cls(inner["elements"])
-
-    @classmethod
-    def __torch_dispatch__(  # noqa: D105
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        bare = tree_map_only(Wrapper, lambda each: each.elements, (args, kwargs or {}))
-        result = func(*bare[0], **bare[1])
-        return cls(result) if func in cls._VIEWS else result
-
-
-class Quantized(Wrapper):
-    """It also has a scale."""
-
-    names = ("elements", "scale")
-
-
-def wrapped(wrapper: type[Wrapper] = Wrapper) -> list[Sharded]:
-    """Weights of a class without storage."""
+def wrapped(wrap: Callable[[Any], Any] = WrapperSubclass) -> list[Sharded]:
+    """Weights of a class that keeps its elements in another tensor."""
     (each,) = _one_axis((7, 6))
     like = each.param.detach()
-    rows = wrapper(like.to_local().clone())
+    rows = wrap(like.to_local().clone())
     shape = {"shape": like.shape, "stride": like.stride()}
     dtensor = DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
     return [Sharded(nn.Parameter(dtensor), each.whole)]
@@ -195,6 +158,14 @@ def bfloat16() -> list[Sharded]:
     return [
         Sharded(nn.Parameter(each.param.detach().bfloat16()), each.whole.bfloat16().float())
         for each in _one_axis((10, 6), (3, 8))
+    ]
+
+
+def settings_of_groups() -> list[Sharded]:
+    """Weights of groups with a learning rate, momentum, weight decay and splits of their own."""
+    return [
+        *_one_axis((4, 6), lr=1.0, momentum=0.5),
+        *_one_axis((6, 3), lr=0.1, weight_decay=0.5, split_sizes=(2, 2, 2)),
     ]
 
 
@@ -358,13 +329,16 @@ FSDP2: dict[int, dict[str, Layout]] = {
     },
 }  # fmt: skip
 _KERNELS = [(8, 3, 2, 2), (5, 4, 3), (6, 2, 2, 2, 2), (1, 6, 1, 2), (9, 7)]
-# Plain tensors of DDP and Transformer Engine; classes, dtypes and memory of tensors; convolutions,
+# Plain tensors of DDP and Transformer Engine; classes, dtypes, settings and memory; convolutions,
 # one with fewer channels than ranks.
 OTHERS: dict[int, dict[str, Layout]] = {
     2: {
         "plain_replicas": lambda: _plain(2, 1),
         "plain_blocks": lambda: _plain(1, 2),
-        **{layout.__name__: layout for layout in (wrapped, bfloat16, cpu_memory)},
+        **{
+            layout.__name__: layout
+            for layout in (wrapped, bfloat16, settings_of_groups, cpu_memory)
+        },
     },
     3: {"convolutions": lambda: _one_axis(*_KERNELS, flatten=True)},
     4: {"plain_replicas_of_blocks": lambda: _plain(2, 2)},

@@ -37,8 +37,11 @@ class WholeMuon:
         self._matrices = [
             [torch.nn.Parameter(part) for part in _parts(each, each.whole)] for each in parameters
         ]
-        # One optimizer a parameter: scales of transposed ones are patched.
-        self._muons = [build(matrices, **settings) for matrices in self._matrices]
+        # One optimizer a parameter: groups have settings, scales of transposed ones are patched.
+        self._muons = [
+            build(matrices, **{name: each.keys.get(name, settings[name]) for name in settings})
+            for each, matrices in zip(parameters, self._matrices, strict=True)
+        ]
 
     def step(self, grads: Sequence[torch.Tensor]) -> None:
         for each, matrices, optimizer, grad in zip(
