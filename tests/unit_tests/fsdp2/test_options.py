@@ -316,7 +316,7 @@ def test_rank_without_memory_stops_all_ranks_before_the_step(name):
 
 @pytest.mark.cpu_only
 def test_step_of_the_core_takes_its_memory_itself():
-    """A step of the core that nobody reserved memory for reserves it."""
+    """A step of the core allocates its memory itself if ``reserve()`` was not called."""
     (asked, params), (direct, others) = _of_matrices(), _of_matrices()
     for param, other in zip(params, others, strict=True):
         other.data.copy_(param.data)

@@ -394,7 +394,7 @@ def _refuse_calls(mesh: DeviceMesh) -> None:
 
 @on_ranks(2, timeout_s=120.0)
 def test_what_cannot_work_is_refused_on_all_ranks():
-    """What one rank refuses all ranks refuse, so that nobody hangs."""
+    """All ranks refuse a setting that one rank refuses, so that no rank hangs."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     _refuse_to_build(mesh)
     _refuse_calls(mesh)

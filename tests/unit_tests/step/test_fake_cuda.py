@@ -208,7 +208,10 @@ def test_third_step_has_one_wait_and_stays_within_its_bounds(name):
 
 @pytest.mark.parametrize("check", ["sync", "next_step", "off"])
 def test_host_waits_only_for_gradients_that_are_checked_in_the_same_step(check):
-    """The host waited for the gradients of each step, and could not launch it before they came."""
+    """The host waits for gradients with ``sync`` alone.
+
+    It waited for the gradients of each step, and could not launch it before they came.
+    """
     with _alone(lambda: _muon_and("adamw", check_gradients=check)) as (recorder, optimizer):
         for _ in range(3):
             _step(recorder, optimizer)

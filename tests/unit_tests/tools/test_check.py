@@ -56,7 +56,7 @@ def test_wrong_results_of_a_step_fail():
 
 @on_ranks(2)
 def test_finding_of_one_rank_is_that_of_all_ranks():
-    """The first line of one rank's error, or its version, is what all ranks report.
+    """All ranks report the first line of one rank's error, or its version.
 
     The rank joins the comparison of versions before it returns.
     """
