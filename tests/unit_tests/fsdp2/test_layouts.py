@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on every layout, against emerging-optimizers' Muon on whole matrices: one table.
 
-Layouts of FSDP2, plain tensors of DDP and of tensor parallelism, and Megatron-FSDP's version 1,
-which no Megatron trains here.
+Layouts of FSDP2, plain tensors of DDP and of tensor parallelism, classes, dtypes and settings of
+parameters, and Megatron-FSDP's version 1, which no Megatron trains here.
 """
 
 from collections.abc import Callable, Sequence
