@@ -186,7 +186,7 @@ def _step_row(size: int, name: str) -> dict[str, Any]:
     for setting in row.settings:
         muon, of_setting = _step(row.build, setting)
         different += [f"{setting}: {each}" for each in of_setting]
-    plans = muon.engine.plans
+    plans = muon.muon.engine.plans
     return {
         "different": different,
         "holders": {x.name: sorted(x.elements_by_rank) for plan in plans for x in plan.matrices},

@@ -323,7 +323,7 @@ def test_step_of_the_core_takes_its_memory_itself():
         param.grad = torch.randn_like(param)
     grads = [param.grad.clone() for param in params]
     asked.step()
-    direct.muon_step._matrix_step.step(
+    direct.muon._matrix_step.step(
         direct.param_groups,
         [other.data for other in others],
         grads,

@@ -158,7 +158,7 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
         ("expected a gradient like the parameter", lambda _: _step(Muon([IN_FLOAT16])))
     ] * hasattr(torch.Tensor, "grad_dtype"),
     # The plan is made.
-    ("expected split_sizes, transposed and flatten of construction",
+    ("split_sizes, transposed and flatten of the plan, got others",
      lambda m: _step(Muon([m.up.weight]), split_sizes=2)),
     # A user's function, by its first result of another type, shape or dtype.
     *((said, lambda m, options=options: _step(Muon([m.up.weight], **options)))

@@ -222,9 +222,9 @@ FAULTS: list[tuple[Callable[[Any], Any], str]] = [
         lambda optimizer: [optimizer.state.pop(param) for param in _group(optimizer, 1)],
         "rank 0: embed.weight: expected to reset state on all ranks that hold",
     ),
-    (_put(lambda value: torch.ones(7), "exp_avg"), "rank 1: group 1, parameter 0: expected exp_"),
-    (_put(lambda value: None, "step"), "rank 1: group 1, parameter 0: expected step as"),
-    (_put(lambda value: value.double(), "exp_avg_sq"), "torch.float32, 'cpu'), got"),
+    (_put(lambda value: torch.ones(7), "exp_avg"), "rank 1: embed.weight: expected exp_avg of"),
+    (_put(lambda value: None, "step"), "rank 1: embed.weight: expected step, a"),
+    (_put(lambda value: value.double(), "exp_avg_sq"), "torch.float32, cpu, got"),
     (
         lambda optimizer: optimizer.param_groups[1].update(lr=None),
         "rank 1: group 1: lr: expected a number",
