@@ -4,11 +4,10 @@
 
 import itertools
 
-import pytest
 import torch
-from helpers.device import device, init_group, kind
+from helpers.device import kind
 from helpers.fsdp2_models import draw_grads, local, mixed_model
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -67,8 +66,9 @@ def _routes(optimizer):
     return routes
 
 
-def _train_both():
-    init_group()
+@on_ranks(2)
+def test_calls_of_trainers_step_as_from_model():
+    """Calls that pass neither names nor a model choose as from_model, and not Muon for vectors."""
     for name, build in CALLS.items():
         models = [mixed_model() for _ in range(2)]
         for model in models:
@@ -85,12 +85,6 @@ def _train_both():
         assert all("betas" not in group for group in ours.param_groups if "momentum" in group)
         if name != "torchtitan":
             assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"], name
-
-
-@pytest.mark.ranks
-def test_calls_of_trainers_step_as_from_model():
-    """Calls that pass neither names nor a model choose as from_model, and not Muon for vectors."""
-    run_ranks(2, _train_both).check()
 
 
 def test_it_is_a_class_of_optimizers():
@@ -158,51 +152,3 @@ def test_parts_of_a_pipeline_have_one_optimizer():
     for number, part in enumerate(parts):
         for param, (name, algorithm, _) in _routes(MuonAdamW.from_model(part)).items():
             assert routes[param][:2] == (f"{number}.{name}", algorithm)
-
-
-def _shared(model):
-    """Return parameters and two modules that have them, by names that lead to other choices."""
-    modules = [nn.ModuleDict({name: model}) for name in ("decoder", "lora_model")]
-    return [*model.parameters()], modules
-
-
-def _beside_a_layer(model):
-    head = nn.Linear(8, 3)
-    return [*model.parameters(), *head.parameters()], [model, head]
-
-
-def _of_before_sharding(model):
-    listed = [*model.parameters()]
-    model.up.weight = nn.Parameter(model.up.weight.detach().clone())
-    return listed, model
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda model: ([*model.parameters(), nn.Parameter(torch.ones(7, 3))], model),
-         r"1 that no module has, of shapes \[\(7, 3\)\]"),
-        (_of_before_sharding, r"1 that no module has, of shapes \[\(12, 8\)\]"),
-        (_shared, r"\['ModuleDict', 'ModuleDict'\], with 10 shared"),
-        (_beside_a_layer,
-         r"\['Sequential', 'Linear'\], with 0 shared"),
-        (lambda model: (model.requires_grad_(False).parameters(), model), "trainable parameters"),
-        (lambda model: (iter(()), model), "empty parameter list"),
-        (lambda model: ([{"params": model.parameters()}, {"params": model.head.weight}], model),
-         "more than one parameter group"),
-    ],
-    ids=["no module", "other parameters", "shared", "bare layer", "frozen", "none", "twice"],
-)  # fmt: skip
-def test_uncertain_parameters_are_refused(make, message):
-    """Parameters whose modules are uncertain are refused instead of given to Muon."""
-    params, _kept = make(mixed_model())
-    with pytest.raises(ValueError, match=message):
-        from_parameters(params)
-
-
-def test_unknown_arguments_are_refused_by_name():
-    """Arguments that only another AdamW has are refused by name."""
-    model = mixed_model()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'amsgrad'"):
-        from_parameters(model.parameters(), lr=0.1, amsgrad=True)
-    assert device() == model.up.weight.device

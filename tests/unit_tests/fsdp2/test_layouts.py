@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on every layout, against emerging-optimizers' Muon on whole matrices: one table.
 
-Layouts of FSDP2, plain tensors of DDP and of tensor parallelism, and Megatron-FSDP's version 1,
-which no Megatron trains here.
+Layouts of FSDP2, plain tensors of DDP and of tensor parallelism, classes, dtypes and settings of
+parameters, and Megatron-FSDP's version 1, which no Megatron trains here.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,15 @@ pytestmark = pytest.mark.ranks
 
 
 class Setting(NamedTuple):
-    """Dtype of messages, precision of Newton-Schulz, and method of adaptive Muon."""
+    """Dtype of messages, precision of Newton-Schulz, adaptive Muon, and AdamW beside it in one."""
 
-    comm_dtype: str
-    precision: str
+    comm_dtype: str = "fp32"
+    precision: str = "high"
     adaptive: str | None = None
+    has_adamw: bool = False
 
 
-PLAIN = (Setting("fp32", "high"), Setting("bf16", "medium"))
+PLAIN = (Setting(), Setting("bf16", "medium"))
 ADAPTIVE = tuple(
     setting._replace(adaptive=method)
     for method in ("normuon", "namo", "adamuon")
@@ -41,6 +42,15 @@ ADAPTIVE = tuple(
 )
 # Whole matrices whose parameters are cut by rows and by columns, and batches of them.
 ADAPTIVE_LAYOUTS = ("uneven", "columns", "experts", "expert_rows", "expert_columns")
+# Every placement, and Muon's keys of a group; several_meshes has the parameters of hybrid.
+LAYOUTS_WITH_ADAMW = {
+    3: ("uneven", "columns", "experts", "fused_columns", "tensor_parallel_alone"),
+    4: (
+        *("tensor_parallel", "hybrid_tensor_parallel", "expert_parallel", "expert_slices"),
+        *("several_meshes", "stages"),
+    ),
+}
+ADAMW = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.95), "eps": 1e-6}
 
 
 class Row(NamedTuple):
@@ -50,10 +60,12 @@ class Row(NamedTuple):
 
 
 def _fsdp2_row(name: str, size: int) -> Row:
-    """Return a layout of FSDP2; whole matrices and batches are for methods of adaptive Muon too."""
+    settings = PLAIN
+    if name in LAYOUTS_WITH_ADAMW.get(size, ()):
+        settings = (Setting(has_adamw=True), *settings)
     # Three ranks have even shards too, and empty ones.
-    is_adaptive = size == 3 and name in ADAPTIVE_LAYOUTS and kind() == "cpu"
-    settings = (*PLAIN, *ADAPTIVE) if is_adaptive else PLAIN
+    if size == 3 and name in ADAPTIVE_LAYOUTS and kind() == "cpu":
+        settings = (*settings, *ADAPTIVE)
     return Row(FSDP2[size][name], settings, [pytest.mark.slow] if size == 2 else [])
 
 
@@ -88,8 +100,10 @@ COPIES, NO_SHARDS = "megatron_copies", "megatron_no_shards"
 TABLE = _table()
 
 
-def _step(parameters: Sequence[Sharded], setting: Setting) -> tuple[Any, list[str]]:
+def _step(build: Callable[[], list[Sharded]], setting: Setting) -> tuple[Any, list[str]]:
     """Step three times, and return the optimizer, and what differs from whole matrices."""
+    parameters = build()
+    classes = [type(getattr(x.param, "_local_tensor", x.param)) for x in parameters]
     # This scale tells outputs from inputs.
     settings: dict[str, Any] = {
         "lr": 0.02,
@@ -101,78 +115,53 @@ def _step(parameters: Sequence[Sharded], setting: Setting) -> tuple[Any, list[st
     }
     if setting.adaptive is not None:
         settings["beta2"] = 0.9
+    whole = WholeMuon(parameters, setting.comm_dtype, setting.adaptive, **settings)
     # More parts than one owner round differently; test_engine.py has those.
     num_owners = 8 if setting.adaptive in ("normuon", "namo") else 1
+    settings["exchange"] = ExchangeSettings(comm_dtype=setting.comm_dtype, max_owners=num_owners)
     groups = [{"params": [(f"weight.{i}", x.param)], **x.keys} for i, x in enumerate(parameters)]
-    muon = Muon(
-        groups,
-        exchange=ExchangeSettings(comm_dtype=setting.comm_dtype, max_owners=num_owners),
-        adaptive=setting.adaptive,
-        **(parameters[0].arguments if parameters else {}),
-        **settings,
-    )
-    whole = WholeMuon(parameters, setting.comm_dtype, setting.adaptive, **settings)
+    rest, theirs = (build(), build()) if setting.has_adamw else ([], [])
+    # Torch steps parameters of one mesh at a time.
+    adamw = torch.optim.AdamW([{"params": [x.param]} for x in theirs] or [{"params": []}], **ADAMW)
+    if setting.has_adamw:
+        of_rest = ({"params": [(f"rest.{i}", x.param)]} for i, x in enumerate(rest))
+        groups += [{**group, "algorithm": "adamw", **ADAMW} for group in of_rest]
+        optimizer: Any = MuonAdamW(groups, **settings)
+    else:
+        arguments = parameters[0].arguments if parameters else {}
+        optimizer = Muon(groups, adaptive=setting.adaptive, **arguments, **settings)
     for step in range(3):
-        grads = [drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters)]
+        drawn_grads = (drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters))
+        grads = [
+            grad.to(x.param.dtype).float() for grad, x in zip(drawn_grads, parameters, strict=True)
+        ]
         for each, grad in zip(parameters, grads, strict=True):
             each.set_grad(grad)
-        muon.step()
+        for i, pair in enumerate(zip(rest, theirs, strict=True)):
+            for each in pair:
+                each.draw_grad(1000 * step + 100 + i)
+        for stepped in (optimizer, adamw):
+            stepped.step()
         whole.step(grads)
+    different = differences(parameters, optimizer, whole.wholes())
+    assert classes == [type(getattr(x.param, "_local_tensor", x.param)) for x in parameters]
     for each in parameters:
-        state = muon.state[each.param]
+        state = optimizer.state[each.param]
         assert type(state["momentum_buffer"]) is type(each.param.data)
+        if "main_param" in state:
+            own, main = local(each.param), local(state["main_param"])
+            different += ["value in bfloat16"] * (not torch.equal(own, main.bfloat16()))
         # Of a batch it is scaled like each of its matrices.
         assert setting.adaptive != "adamuon" or "moment2_buffer" in state
-    return muon, differences(parameters, muon, whole.wholes())
-
-
-# Rows that one optimizer steps too: every placement, and Muon's keys of a group.
-AS_TWO = {
-    3: ("uneven", "columns", "experts", "fused_columns", "tensor_parallel_alone"),
-    # With several_meshes, which has the parameters of hybrid.
-    4: (
-        *("tensor_parallel", "hybrid_tensor_parallel", "expert_parallel", "expert_slices"),
-        *("several_meshes", "stages"),
-    ),
-}
-ADAMW = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.95), "eps": 1e-6}
-MUON = {"lr": 0.02, "weight_decay": 0.1}
-
-
-def _step_as_two(build: Callable[[], list[Sharded]]) -> list[str]:
-    """Step half of a layout by Muon and half by AdamW, in one optimizer and in two; compare."""
-    (ours, our_rest), (theirs, their_rest) = (build(), build()), (build(), build())
-    # Torch steps parameters of one mesh at a time.
-    rest = [{"params": [x.param], "algorithm": "adamw", **ADAMW} for x in our_rest]
-    one = MuonAdamW([*({"params": [x.param], **MUON, **x.keys} for x in ours), *rest])
-    muon = Muon(
-        [{"params": [x.param], **MUON, **x.keys} for x in theirs],
-        nesterov=True,
-        scale_mode="match_adamw",
-    )
-    adamw = torch.optim.AdamW(
-        [{"params": [x.param]} for x in their_rest] or [{"params": []}], **ADAMW
-    )
-    for step in range(3):
-        for parameters in ([*ours, *our_rest], [*theirs, *their_rest]):
-            for number, each in enumerate(parameters):
-                each.draw_grad(1000 * step + number)
-        for optimizer in (one, muon, adamw):
-            optimizer.step()
-    different = []
-    pairs = zip([*ours, *our_rest], [*theirs, *their_rest], strict=True)
-    for number, (own, other) in enumerate(pairs):
-        expected = {
-            "value": other.param,
-            **(muon.state.get(other.param) or adamw.state[other.param]),
-        }
-        found = {"value": own.param, **one.state[own.param]}
+    for i, (own, other) in enumerate(zip(rest, theirs, strict=True)):
+        found = {"value": own.param, **optimizer.state[own.param]}
+        expected = {"value": other.param, **adamw.state[other.param]}
         different += [
-            f"one optimizer: {number}, {key}"
+            f"of AdamW: {i}, {key}"
             for key, value in expected.items()
             if not torch.equal(local(found[key]), local(value))
         ]
-    return different
+    return optimizer, different
 
 
 def _domains() -> list[list[Any]]:
@@ -192,13 +181,11 @@ def _domains() -> list[list[Any]]:
 
 
 def _step_row(size: int, name: str) -> dict[str, Any]:
-    """Return differences from whole matrices and from two optimizers; holders and owners."""
+    """Return differences from whole matrices; holders and owners."""
     row, different = TABLE[size][name], []
     for setting in row.settings:
-        muon, of_setting = _step(row.build(), setting)
+        muon, of_setting = _step(row.build, setting)
         different += [f"{setting}: {each}" for each in of_setting]
-    if name in AS_TWO.get(size, ()):
-        different += _step_as_two(row.build)
     plans = muon.muon.engine.plans
     return {
         "different": different,
@@ -238,7 +225,7 @@ def found_by_rank(size: int, name: str) -> list[dict[str, Any]]:
     ],
 )
 def test_step_is_that_of_whole_matrices(size, name):
-    """Parameters and momentum have the bits of whole matrices, in one optimizer and in two."""
+    """Parameters and momentum have the bits of whole matrices, and of AdamW beside them."""
     for rank, found in enumerate(found_by_rank(size, name)):
         assert found["different"] == [], f"rank {rank}"
 

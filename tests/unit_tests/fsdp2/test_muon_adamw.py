@@ -20,7 +20,7 @@ from helpers.fsdp2_models import (
     small_model,
     step,
 )
-from helpers.ranks import cached_cases
+from helpers.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -140,7 +140,9 @@ def test_groups_may_be_added_until_the_first_step():
         optimizer.add_param_group({"params": [model.down.weight]})
 
 
-def _compiled() -> None:
+@on_ranks(2)
+def test_step_may_be_compiled():
+    """A compiled step has the bits of an eager one, the first step included."""
     # Other tests run without the compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
     stepped = []
@@ -152,11 +154,11 @@ def _compiled() -> None:
             step(model, optimizer, seed)
         stepped.append(copies(model, optimizer))
     assert equal(*stepped)
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-def _late() -> None:
-    """Build it over plain parameters, swap them as accelerate does, and step."""
+@on_ranks(2)
+def test_parameters_may_become_shards_before_the_first_step():
+    """Parameters may become shards until the first step, as under accelerate, and not later."""
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     late, early = mixed_model(), mixed_model()
     optimizer = MuonAdamW.from_model(late, lr=0.1)
@@ -190,21 +192,6 @@ def _late() -> None:
         param = torch.nn.Parameter(torch.ones(shape, device=device()))
         param.grad = torch.ones_like(param)
         assert said in error_of(MuonAdamW([{"params": [("w", param)], "algorithm": "muon"}]).step)
-
-
-results = cached_cases({2: {"compiled": _compiled, "late": _late}})
-
-
-@pytest.mark.ranks
-def test_step_may_be_compiled():
-    """A compiled step has the bits of an eager one, the first step included."""
-    assert results(2)["compiled"] == [None] * 2
-
-
-@pytest.mark.ranks
-def test_parameters_may_become_shards_before_the_first_step():
-    """Parameters may become shards until the first step, as under accelerate, and not later."""
-    assert results(2)["late"] == [None] * 2
 
 
 def test_summary_numbers_parameters_as_errors_do():

@@ -3,22 +3,19 @@
 """Muon for FSDP2 among other optimizers: closures, schedulers, clipping, missing gradients."""
 
 import os
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from helpers.device import device, init_group, kind
-from helpers.fsdp2_models import draw_grads, drawn, shard
-from helpers.ranks import ROOT, cached_cases, run_ranks
+from helpers.device import device, kind
+from helpers.fsdp2_models import shard
+from helpers.ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
+from megatron_muon.fsdp2 import ExchangeSettings, Muon
 from megatron_muon.runtime import row_moves
 
 VALUES = torch.arange(12.0).view(3, 4)
@@ -111,33 +108,9 @@ def test_schedulers_and_clipping_work_as_with_any_optimizer():
     assert muon.param_groups[0]["lr"] == 0.0125
 
 
-def test_groups_have_settings_of_their_own():
-    """Each group has a learning rate, weight decay, momentum and splits of its own."""
-    first, second = drawn((4, 6), 0), drawn((6, 3), 1)
-    ours = [torch.nn.Parameter(value.clone()) for value in (first, second)]
-    theirs = [torch.nn.Parameter(value.clone()) for value in (first, *second.split(2))]
-    fast, slow = {"lr": 1.0, "momentum": 0.5}, {"lr": 0.1, "weight_decay": 0.5}
-    precision = {"fp32_matmul_prec": "highest"}
-    muon = Muon(
-        [{"params": ours[:1], **fast}, {"params": ours[1:], "split_sizes": [2, 2, 2], **slow}],
-        exchange=ExchangeSettings(comm_dtype="fp32"),
-        **precision,
-    )
-    reference = WholeMatrixMuon(
-        [{"params": theirs[:1], **fast}, {"params": theirs[1:], **slow}], **precision
-    )
-    draw_grads(ours, 2)
-    grads = [ours[0].grad, *ours[1].grad.split(2)]
-    for param, grad in zip(theirs, grads, strict=True):
-        param.grad = grad.clone()
-    muon.step()
-    reference.step()
-    assert torch.equal(ours[0], theirs[0])
-    assert torch.equal(ours[1], torch.cat(theirs[1:]))
-
-
-def _step_without_gradients() -> None:
-    """Step where a parameter has no gradient on any rank, and one is frozen."""
+@on_ranks(2)
+def test_parameter_that_nobody_has_a_gradient_of_stays():
+    """A parameter without a gradient on any rank stays, as in torch, and so does its momentum."""
     mesh = init_device_mesh(kind(), (2,))
     used, unused, frozen = (shard((5, 4), seed, mesh) for seed in range(3))
     alone = shard((5, 4), 0, mesh)
@@ -158,107 +131,13 @@ def _step_without_gradients() -> None:
     assert torch.equal(used.param.to_local(), alone.param.to_local())
 
 
-_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.view.default)
+@on_ranks(4, timeout_s=60.0)
+def test_ranks_may_have_no_matrices_or_list_them_in_any_order():
+    """Ranks without matrices, or with another order of meshes, do not keep others waiting.
 
-
-class Wrapper(torch.Tensor):
-    """A tensor that keeps its elements in another one."""
-
-    names = ("elements",)
-
-    @staticmethod
-    def __new__(cls, elements: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, elements.shape, dtype=elements.dtype, device=elements.device
-        )
-
-    def __init__(self, elements: Any) -> None:
-        self.elements = elements
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:  # noqa: D105
-        return list(self.names), None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Any:  # noqa: D105
-        return cls(inner["elements"])
-
-    @classmethod
-    def __torch_dispatch__(  # noqa: D105
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        bare = tree_map_only(Wrapper, lambda each: each.elements, (args, kwargs or {}))
-        result = func(*bare[0], **bare[1])
-        return cls(result) if func in _VIEWS else result
-
-
-class Quantized(Wrapper):
-    """It also has a scale."""
-
-    names = ("elements", "scale")
-
-    def __init__(self, elements: Any) -> None:
-        super().__init__(elements)
-        self.scale = torch.ones(1)
-
-
-def _step_wrapped() -> None:
-    """Step shards that wrap others, beside whole matrices."""
-    options: dict[str, Any] = {"lr": 0.1, "nesterov": True, "fp32_matmul_prec": "high"}
-    mesh = init_device_mesh(kind(), (2,))
-    whole = torch.nn.Parameter(drawn((7, 6), 0))
-    rows = distribute_tensor(whole.detach().clone(), mesh, [Shard(0)], src_data_rank=None)
-    shape = {"shape": rows.shape, "stride": rows.stride()}
-
-    def parameter(wrap: Any) -> Any:
-        local = wrap(rows.to_local().clone())
-        return torch.nn.Parameter(
-            DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **shape)
-        )
-
-    param = parameter(Wrapper)
-    exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
-    muon = Muon([("w", param)], exchange=exchange, **options)
-    reference = WholeMatrixMuon([whole], **options)
-    for step in range(3):
-        whole.grad = drawn(whole.shape, 1 + step)
-        param.grad = distribute_tensor(whole.grad, mesh, [Shard(0)], src_data_rank=None)
-        muon.step()
-        reference.step()
-        expected = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-        assert torch.equal(param._local_tensor.elements, expected.to_local())
-    assert type(param._local_tensor) is Wrapper
-    for make in (Muon, MuonAdamW):
-        with pytest.raises(
-            RuntimeError, match="w: expected a tensor with memory .*, got Quantized"
-        ):
-            make([("w", parameter(Quantized))]).step()
-
-
-CASES = {"no gradients": _step_without_gradients}
-if kind() == "cpu":
-    CASES["wrapped"] = _step_wrapped
-results = cached_cases({2: CASES})
-
-
-@pytest.mark.ranks
-def test_parameter_that_nobody_has_a_gradient_of_stays():
-    """A parameter without a gradient on any rank stays, as in torch, and so does its momentum."""
-    assert results(2)["no gradients"] == [None] * 2
-
-
-@pytest.mark.ranks
-@pytest.mark.cpu_only
-def test_wrapped_tensor_is_stepped_or_refused_by_class():
-    """Weights of a class without storage are stepped, or refused before the step."""
-    assert results(2)["wrapped"] == [None] * 2
-
-
-def _stages_and_meshes() -> None:
-    """Build, step and save where the last two ranks have no matrices, with a limit of memory.
-
-    Then step parameters of two meshes of the same ranks, in one order and in opposite orders.
+    The last two ranks have no matrices, with a limit of memory. Parameters of two meshes of the
+    same ranks are listed in one order and in opposite orders.
     """
-    init_group()
     rank = dist.get_rank()
     mesh = init_device_mesh(kind(), (4, 1), mesh_dim_names=("stage", "shard"))["shard"]
     model = torch.nn.Module()
@@ -288,25 +167,18 @@ def _stages_and_meshes() -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.ranks
-def test_ranks_may_have_no_matrices_or_list_them_in_any_order():
-    """Ranks without matrices, or with another order of meshes, do not keep others waiting."""
-    run_ranks(4, _stages_and_meshes, timeout_s=60.0).check()
-
-
-def _operations(num_experts: list[int]) -> list[list[int]]:
-    """Count operations, matrix products and host reads of a step, by number of experts."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+@on_ranks(2)
+def test_batch_takes_as_many_calls_as_one_matrix():
+    """A batch of 32 experts takes as many calls and host reads as one of 8."""
     from counting import OperationCounter
 
     # As on a GPU: a CPU moves rows without the kernel.
     if kind() == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         row_moves.uses_kernel = lambda device: True
-    init_group()
     mesh = init_device_mesh(kind(), (2,))
     found = []
-    for number in num_experts:
+    for number in (2, 8, 32):
         batch = shard((number, 8, 6), 0, mesh)
         exchange = ExchangeSettings(cost_model="stack_tiles=1000")
         muon = Muon([batch.param], nesterov=True, weight_decay=0.1, exchange=exchange)
@@ -317,15 +189,9 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
             muon.step()
         counts = counter.operations, counter.matrix_products, counter.host_reads
         found.append([each.total() for each in counts])
-    return found
-
-
-@pytest.mark.ranks
-def test_batch_takes_as_many_calls_as_one_matrix():
-    """A batch of 32 experts takes as many calls and host reads as one of 8."""
-    for one, few, many in run_ranks(2, _operations, [2, 8, 32]).check().results:
-        assert few == many
-        assert many[1] == one[1] == 15
-        assert many[0] <= one[0] + 2
-        # Two numbers went to the device by a copy for which the host waits, and came back later.
-        assert one[2] == many[2] == 1
+    one, few, many = found
+    assert few == many
+    assert many[1] == one[1] == 15
+    assert many[0] <= one[0] + 2
+    # Two numbers went to the device by a copy for which the host waits, and came back later.
+    assert one[2] == many[2] == 1

@@ -1,23 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of parameters, own functions, scales, splits and figures of Muon for FSDP2."""
+"""Memory, own functions, scales, splits and figures of Muon for FSDP2."""
 
-import copy
-import itertools
+import resource
 import textwrap
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+import torch.distributed as dist
 from helpers.device import device, init_group
-from helpers.fsdp2_models import FSDP2, draw_grads, drawn, load_state, save_state
-from helpers.ranks import ROOT, run_ranks
+from helpers.fsdp2_models import FSDP2, draw_grads, drawn
+from helpers.ranks import ROOT, on_ranks, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
+from megatron_muon.runtime.arena import Arena
 from megatron_muon.step import stored_state
 
 
@@ -62,87 +62,6 @@ def test_memory_that_cannot_be_pinned_is_an_error():
     empty = mock.patch.object(torch, "empty", side_effect=error)
     with empty, pytest.raises(RuntimeError, match=said):
         stored_state.placed_momentum(momentum, torch.float32, in_cpu_memory=True)
-
-
-def _step_bf16(folder: str) -> None:
-    """Step sharded parameters in bfloat16, save and load them, beside float32."""
-    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
-    shapes = [(10, 6), (3, 8)]
-    options = {"lr": 1e-3, "nesterov": True, "fp32_matmul_prec": "high"}
-    wholes = [torch.nn.Parameter(drawn(x, i).bfloat16().float()) for i, x in enumerate(shapes)]
-    reference = WholeMatrixMuon(wholes, **options)
-
-    def build() -> tuple[Any, Any]:
-        model = torch.nn.Module()
-        model.forward = lambda: None  # type: ignore[assignment]
-        for i, shape in enumerate(shapes):
-            setattr(model, f"weight{i}", torch.nn.Parameter(drawn(shape, i).bfloat16()))
-        fully_shard(model, mesh=mesh)
-        exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
-        return model, Muon(list(model.named_parameters()), exchange=exchange, **options)
-
-    model, muon = build()
-    for step in range(4):
-        if step == 2:
-            save_state(folder, model, muon)
-            model, muon = build()
-            load_state(folder, model, muon)
-        draw_grads(model.parameters(), step)
-        for param, whole in zip(model.parameters(), wholes, strict=True):
-            whole.grad = param.grad.full_tensor().float()
-        muon.step()
-        reference.step()
-        for param, whole in zip(model.parameters(), wholes, strict=True):
-            own, expected = muon.state[param], whole.detach()
-            assert own["main_param"].dtype == torch.float32 and param.dtype == torch.bfloat16
-            assert torch.equal(own["main_param"].full_tensor(), expected), step
-            assert torch.equal(param.full_tensor(), expected.bfloat16()), step
-            momentum = reference.state[whole]["momentum_buffer"]
-            assert torch.equal(own["momentum_buffer"].full_tensor(), momentum), step
-
-
-def _train_in_cpu_memory(folder: str) -> None:
-    """Train with and without CPUOffloadPolicy, with a checkpoint."""
-    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
-    torch.manual_seed(0)
-    first = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5))
-
-    def build(policy: OffloadPolicy) -> tuple[Any, Any]:
-        model = copy.deepcopy(first)
-        if not isinstance(policy, CPUOffloadPolicy):
-            model = model.to(device())
-        fully_shard(model, mesh=mesh, offload_policy=policy)
-        return model, MuonAdamW.from_model(model, lr=0.1)
-
-    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda")
-    (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
-    for number in range(4):
-        if number == 2:
-            save_state(folder, model, muon)
-            model, muon = build(offload)
-            load_state(folder, model, muon)
-        batch = drawn((8, 6), 20 + number)
-        for each, optimizer in ((model, muon), (plain, plain_muon)):
-            optimizer.zero_grad()
-            each(batch).square().mean().backward()
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        state = muon.state[ours]
-        momentum = state.get("momentum_buffer", state.get("exp_avg"))
-        assert all(each.to_local().device.type == "cpu" for each in (ours, momentum))
-        assert torch.equal(ours.to_local(), theirs.to_local().cpu())
-
-
-def _on_two_ranks(folder: str) -> None:
-    init_group()
-    _step_bf16(f"{folder}/bf16")
-    _train_in_cpu_memory(f"{folder}/cpu")
-
-
-@pytest.mark.ranks
-def test_parameters_in_bfloat16_or_cpu_memory_keep_their_bits(tmp_path):
-    """Parameters in bfloat16 or CPU memory step with the bits of float32, through a checkpoint."""
-    run_ranks(2, _on_two_ranks, str(tmp_path)).check()
 
 
 def test_own_function_sees_stacks_of_whole_matrices():
@@ -288,21 +207,17 @@ def _metrics(case: str) -> list[Any]:
     return found
 
 
-def _all_metrics() -> list[list[Any]]:
-    init_group()
-    return [_metrics(case) for case in ("hybrid", "hybrid_tensor_parallel")]
-
-
-@pytest.mark.ranks
+@on_ranks(4)
 def test_metrics_equal_those_of_whole_tensors():
     """Metrics count rows that several ranks hold once, and are equal on all ranks."""
-    (first, *others) = run_ranks(4, _all_metrics).check().results
-    assert all(other == first for other in others)
-    for metrics, expected in itertools.chain(*first):
+    for metrics, expected in (*_metrics("hybrid"), *_metrics("hybrid_tensor_parallel")):
         # Sums in float32, in another order; updates are differences of weights of about 1.
         torch.testing.assert_close(
             torch.tensor(metrics), torch.tensor(expected), rtol=1e-4, atol=1e-4
         )
+        by_rank: list[Any] = [None] * 4
+        dist.all_gather_object(by_rank, metrics)
+        assert by_rank == [metrics] * 4
 
 
 def test_phases_of_a_step_are_ranges_of_a_profile():
@@ -319,3 +234,99 @@ def test_phases_of_a_step_are_ranges_of_a_profile():
     names = {event.key for event in profile.key_averages()}
     phases = {"momentum", "norms", "local_matrices", "update", "elementwise"}
     assert {f"Muon.{phase}" for phase in phases} <= names
+
+
+EXCHANGE = ExchangeSettings(comm_dtype="fp32", num_buckets=4)
+
+
+def _of_matrices() -> tuple[Muon, list[torch.nn.Parameter]]:
+    params = [torch.nn.Parameter(torch.randn(8, 64)) for _ in range(24)]
+    return Muon(params, nesterov=True, exchange=EXCHANGE), params
+
+
+@pytest.mark.cpu_only
+def test_memory_returns_when_ranks_refuse_a_step(monkeypatch):
+    """A refused step gives its memory back."""
+    allocated, allocate = [], Arena.allocate
+    monkeypatch.setattr(Arena, "allocate", lambda x: (allocated.append(x), allocate(x)))
+    optimizer, params = _of_matrices()
+    for param in params:
+        param.grad = torch.full_like(param, torch.nan)
+    with pytest.raises(RuntimeError, match="Nothing was updated"):
+        optimizer.step()
+    sizes = [arena.view(0, 0, torch.uint8).untyped_storage().nbytes() for arena in allocated]
+    assert sizes and not any(sizes)
+
+
+def _step_without_memory(name: str) -> tuple[str, bool]:
+    """Step twice; in the second step rank 1 has little more memory than its results need."""
+    init_group()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded(whole: torch.Tensor) -> Any:
+        return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+
+    is_adamw = name == "AdamW"
+    shape = (8, 16 if is_adamw else 2**17)
+    matrices = [torch.nn.Parameter(sharded(torch.zeros(shape))) for _ in range(32)]
+    num_bytes = 4 * sum(param.to_local().numel() for param in matrices)
+    if is_adamw:
+        embedding = [torch.nn.Parameter(sharded(torch.zeros(2**14, 2**11)))]
+        optimizer: Any = MuonAdamW(
+            [{"params": matrices}, {"params": embedding, "algorithm": "adamw", "foreach": True}],
+            exchange=EXCHANGE,
+        )
+        params, num_bytes = matrices + embedding, 2**25
+    else:
+        options = {"exchange": ExchangeSettings(comm_dtype="fp32", num_buckets=16)}
+        optimizer = Muon(matrices, momentum_dtype=torch.bfloat16, **options)
+        params, num_bytes = matrices, num_bytes * 3 // 2
+    for param in params:
+        param.grad = sharded(torch.ones(param.shape))
+    optimizer.step()
+    before = [param.to_local().clone() for param in params]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if dist.get_rank() == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, limits[1]))
+    try:
+        optimizer.step()
+        message = "stepped"
+    except RuntimeError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    same = all(torch.equal(a, b.to_local()) for a, b in zip(before, params, strict=True))
+    return message, same
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", ["momentum in bfloat16", "AdamW"])
+def test_rank_without_memory_stops_all_ranks_before_the_step(name):
+    """A rank without memory stops all ranks before the exchange."""
+    # The rank that waits would do so until this time-out.
+    for message, same in run_ranks(2, _step_without_memory, name, timeout_s=90).check().results:
+        assert "rank 1" in message
+        assert "can't allocate memory" in message and " bytes on cpu for " in message
+        assert "Nothing was updated" in message
+        assert same
+
+
+@pytest.mark.cpu_only
+def test_step_of_the_core_takes_its_memory_itself():
+    """A step of the core allocates its memory itself if ``reserve()`` was not called."""
+    (asked, params), (direct, others) = _of_matrices(), _of_matrices()
+    for param, other in zip(params, others, strict=True):
+        other.data.copy_(param.data)
+        param.grad = torch.randn_like(param)
+    grads = [param.grad.clone() for param in params]
+    asked.step()
+    direct.muon._matrix_step.step(
+        direct.param_groups,
+        [other.data for other in others],
+        grads,
+        [direct.state[other]["momentum_buffer"] for other in others],
+    )
+    assert all(map(torch.equal, params, others))

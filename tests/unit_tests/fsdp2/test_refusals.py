@@ -12,13 +12,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fsdp2_models import mixed_model, shard
-from helpers.ranks import run_ranks
+from helpers.fsdp2_models import mixed_model, shard, wrapped
+from helpers.ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, parameter_groups, validation
+from megatron_muon.fsdp2 import (
+    ExchangeSettings,
+    Muon,
+    MuonAdamW,
+    from_parameters,
+    parameter_groups,
+    validation,
+)
 
 
 def _assert_refused(said: str, call: Callable[[], Any]) -> None:
@@ -73,36 +81,105 @@ def test_invalid_arguments_are_refused(said, options):
     assert said in str(error.value)
 
 
-def _group(model: Any) -> dict[str, Any]:
-    return {"params": [model.up.weight], "algorithm": "muon"}
-
-
-def _muon_adamw(model: Any, **options: Any) -> MuonAdamW:
-    return MuonAdamW([_group(model)], **options)
+def _muon_adamw(model: Any, num_groups: int = 1, **options: Any) -> MuonAdamW:
+    return MuonAdamW([{"params": [model.up.weight], "algorithm": "muon"}] * num_groups, **options)
 
 
 def _vector_of_adamw(model: Any, **options: Any) -> MuonAdamW:
     return MuonAdamW([{"params": [model.norm.bias], "algorithm": "adamw"}], **options)
 
 
-@pytest.mark.parametrize(
-    ("said", "call"),
-    [
-        ("got ['zz'], which find none", lambda m: parameter_groups(m, elementwise_names=["zz"])),
-        (
-            "splits: expected patterns that find some of",
-            lambda m: parameter_groups(m, splits={"q": 3}),
-        ),
-        ("expected trainable parameters", lambda m: parameter_groups(m.requires_grad_(False))),
-        ("got 'sgd'", lambda m: MuonAdamW([{"params": [m.up.weight], "algorithm": "sgd"}])),
-        ("unexpected keyword argument 'mu'", lambda m: _muon_adamw(m, mu=0.9)),
-        ("Invalid beta parameter", lambda m: _vector_of_adamw(m, betas=(2.0, 0.9))),
-        ("lr: expected a number", lambda m: Muon([{"params": [m.up.weight], "lr": -1.0}])),
-        ("lr: expected a number", lambda m: _muon_adamw(m, lr=-1.0)),
-        ("in more than one parameter", lambda m: MuonAdamW([_group(m)] * 2)),
-        ("expected record_metrics() before", lambda m: Muon([m.up.weight]).last_metrics()),
-    ],
-)
+class WrongMethod:
+    """A method of adaptive Muon that returns another shape."""
+
+    def state_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        return 1, 1
+
+    def __call__(self, results: Any, state: Any) -> Any:
+        return results[0]
+
+
+def _step(optimizer: Any, **key: Any) -> None:
+    """Step with gradients of ones, after a key of the first group was set."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None))
+    optimizer.param_groups[0].update(key)
+    optimizer.step()
+
+
+def _from_shared(model: Any) -> Any:
+    """Build of parameters that two modules have, by names that lead to other choices."""
+    _modules = [torch.nn.ModuleDict({name: model}) for name in ("decoder", "lora_model")]
+    return from_parameters([*model.parameters()])
+
+
+def _from_a_layer(model: Any) -> Any:
+    head = torch.nn.Linear(8, 3)
+    return from_parameters([*model.parameters(), *head.parameters()])
+
+
+def _from_parameters_before_sharding(model: Any) -> Any:
+    listed = [*model.parameters()]
+    model.up.weight = torch.nn.Parameter(model.up.weight.detach().clone())
+    return from_parameters(listed)
+
+
+IN_FLOAT16 = _param(3, 4, grad_dtype=torch.float16)
+# What is said of a call with a model on one rank.
+CALLS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("got ['zz'], which find none", lambda m: parameter_groups(m, elementwise_names=["zz"])),
+    (
+        "splits: expected patterns that find some of",
+        lambda m: parameter_groups(m, splits={"q": 3}),
+    ),
+    ("expected trainable parameters", lambda m: parameter_groups(m.requires_grad_(False))),
+    ("got 'sgd'", lambda m: MuonAdamW([{"params": [m.up.weight], "algorithm": "sgd"}])),
+    ("unexpected keyword argument 'mu'", lambda m: _muon_adamw(m, mu=0.9)),
+    ("Invalid beta parameter", lambda m: _vector_of_adamw(m, betas=(2.0, 0.9))),
+    ("lr: expected a number", lambda m: Muon([{"params": [m.up.weight], "lr": -1.0}])),
+    ("lr: expected a number", lambda m: _muon_adamw(m, lr=-1.0)),
+    ("in more than one parameter", lambda m: _muon_adamw(m, 2)),
+    ("expected record_metrics() before", lambda m: Muon([m.up.weight]).last_metrics()),
+    # Parameters whose modules are uncertain.
+    ("1 that no module has, of shapes [(7, 3)]",
+     lambda m: from_parameters([*m.parameters(), _param(7, 3)])),
+    ("1 that no module has, of shapes [(12, 8)]", _from_parameters_before_sharding),
+    ("['ModuleDict', 'ModuleDict'], with 10 shared", _from_shared),
+    ("['Sequential', 'Linear'], with 0 shared", _from_a_layer),
+    ("trainable parameters", lambda m: from_parameters(m.requires_grad_(False).parameters())),
+    ("empty parameter list", lambda _: from_parameters(iter(()))),
+    ("more than one parameter group",
+     lambda m: from_parameters([{"params": m.parameters()}, {"params": m.head.weight}])),
+    ("unexpected keyword argument 'amsgrad'",
+     lambda m: from_parameters(m.parameters(), lr=0.1, amsgrad=True)),
+    # Gradients in float16 may be scaled.
+    *[
+        ("expected a gradient like the parameter", lambda _: _step(Muon([IN_FLOAT16])))
+    ] * hasattr(torch.Tensor, "grad_dtype"),
+    # The plan is made.
+    ("split_sizes, transposed and flatten of the plan, got others",
+     lambda m: _step(Muon([m.up.weight]), split_sizes=2)),
+    # A user's function, by its first result of another type, shape or dtype.
+    *((said, lambda m, options=options: _step(Muon([m.up.weight], **options)))
+      for said, options in (
+        ("newton_schulz: expected a function that returns", {"newton_schulz": lambda _: "x"}),
+        ("newton_schulz: expected a function that", {"newton_schulz": lambda x: x[:, :2]}),
+        ("newton_schulz: expected a function that", {"newton_schulz": torch.Tensor.double}),
+        ("WrongMethod: expected a function that returns", {"adaptive": WrongMethod()}),
+      )),
+    # Blocks that do not add up.
+    *(("split_sizes: expected",
+       lambda _, sizes=sizes: Muon([{"params": [_param(10, 6)], "split_sizes": sizes}]))
+      for sizes in ((3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2))),
+    # Muon's keys, which were removed from groups of AdamW.
+    *((f"{key}: expected", lambda m, key=key: MuonAdamW(
+        [{"params": [m.norm.bias], "algorithm": "adamw", key: 0.5}]))
+      for key in ("nesterov", "momentum", "split_sizes", "beta", "algorithms", "num_heads")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "call"), CALLS)
 def test_calls_that_cannot_work_are_refused(said, call):
     """Calls that cannot work are refused on one rank, by the name of their argument."""
     _assert_refused(said, lambda: call(mixed_model()))
@@ -147,15 +224,6 @@ def test_keys_that_no_step_reads_are_refused(key, value, said):
         assert torch.equal(param, before)
 
 
-@pytest.mark.parametrize(
-    "key", ["nesterov", "momentum", "split_sizes", "beta", "algorithms", "num_heads"]
-)
-def test_keys_that_adamw_does_not_read_are_refused(key):
-    """Keys of Muon are refused in groups of AdamW instead of removed."""
-    group = {"params": [_param(4)], "algorithm": "adamw", key: 0.5}
-    _assert_refused(f"{key}: expected", lambda: MuonAdamW([group]))
-
-
 def test_keys_of_tools_have_no_effect():
     """Keys that schedules and trainers keep in groups are accepted and change nothing."""
     tools = {"initial_lr": 1.0, "max_momentum": 0.9, "lr_scale": 0.5, "name": "experts"}
@@ -171,57 +239,6 @@ def test_keys_of_tools_have_no_effect():
         optimizer.step()
         stepped.append(param.detach())
     assert torch.equal(*stepped)
-
-
-def test_layout_is_that_of_construction():
-    """Splits that are set after construction are refused, since the plan is made."""
-    param = _param(4, 4)
-    param.grad = torch.ones_like(param)
-    muon = Muon([param])
-    muon.param_groups[0]["split_sizes"] = 2
-    _assert_refused("split_sizes, transposed and flatten of the plan, got others", muon.step)
-
-
-@pytest.mark.parametrize("sizes", [(3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)])
-def test_blocks_that_do_not_add_up_are_refused(sizes):
-    """Sizes of blocks that do not add up are refused."""
-    groups = [{"params": [_param(10, 6)], "split_sizes": sizes}]
-    _assert_refused("split_sizes: expected", lambda: Muon(groups))
-
-
-class WrongMethod:
-    """A method of adaptive Muon that returns another shape."""
-
-    def state_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        return 1, 1
-
-    def __call__(self, results: Any, state: Any) -> Any:
-        return results[0]
-
-
-@pytest.mark.parametrize(
-    ("said", "options"),
-    [
-        ("newton_schulz: expected a function that returns", {"newton_schulz": lambda _: "x"}),
-        ("newton_schulz: expected a function that", {"newton_schulz": lambda x: x[:, :2]}),
-        ("newton_schulz: expected a function that", {"newton_schulz": torch.Tensor.double}),
-        ("WrongMethod: expected a function that returns", {"adaptive": WrongMethod()}),
-    ],
-)
-def test_own_function_that_returns_something_else_is_refused(said, options):
-    """A user's function is refused by its first result of another type, shape or dtype."""
-    param = _param(4, 6)
-    param.grad = torch.ones_like(param)
-    _assert_refused(said, Muon([param], **options).step)
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
-def test_gradients_in_float16_are_refused():
-    """Gradients in float16, which may be scaled, are refused."""
-    param = _param(3, 4)
-    param.grad_dtype = torch.float16
-    param.grad = torch.ones(3, 4, dtype=torch.float16)
-    _assert_refused("expected a gradient like the parameter", Muon([param]).step)
 
 
 class Hooked(Muon):
@@ -365,20 +382,19 @@ def _refuse_calls(mesh: DeviceMesh) -> None:
             scaler.unscale_(muon)
         _assert_refused("step: expected gradients that are not scaled", partial(scaler.step, muon))
         assert not hasattr(muon, "grad_scale") and not hasattr(muon, "found_inf")
+    for make in (Muon, MuonAdamW):
+        (each,) = wrapped(lambda rows: TwoTensor(rows, rows.clone()))
+        said = "w: expected a tensor with memory"
+        _assert_refused(said, lambda make=make, w=each.param: make([("w", w)]).step())
     late = partial(muon.add_param_group, {"params": []})
     _assert_refused("add_param_group: expected all parameters", late)
     for call in (copy.deepcopy, pickle.dumps):
         _assert_refused("Muon: expected no copy", partial(call, muon))
 
 
-def _refuse() -> None:
-    dist.init_process_group("gloo")
+@on_ranks(2, timeout_s=120.0)
+def test_what_cannot_work_is_refused_on_all_ranks():
+    """All ranks refuse a setting that one rank refuses, so that no rank hangs."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     _refuse_to_build(mesh)
     _refuse_calls(mesh)
-
-
-@pytest.mark.ranks
-def test_what_cannot_work_is_refused_on_all_ranks():
-    """All ranks refuse a setting that one rank refuses, so that no rank hangs."""
-    run_ranks(2, _refuse, timeout_s=120.0).check()

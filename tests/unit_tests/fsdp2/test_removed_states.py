@@ -5,6 +5,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from helpers.device import init_group
 from helpers.fsdp2_models import (
     copies,
     draw_grads,
@@ -23,7 +23,7 @@ from helpers.fsdp2_models import (
     small_model,
     step,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
 
@@ -35,28 +35,21 @@ def _replace(optimizer: Any) -> None:
     optimizer.state = defaultdict(dict)
 
 
-def _clear(optimizer: Any) -> None:
-    optimizer.state.clear()
+# What users do to a state.
+RESETS: dict[str, Callable[[Any], Any]] = {
+    "replace": _replace,
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "delete": lambda optimizer: [optimizer.state.pop(param) for param in [*optimizer.state]],
+    "empty": lambda optimizer: optimizer.state.update({param: {} for param in optimizer.state}),
+    "pop": lambda optimizer: [values.clear() for values in optimizer.state.values()],
+    "pop of matrices": lambda optimizer: [
+        optimizer.state[param].pop("momentum_buffer") for param in _group(optimizer, 0)
+    ],
+}
 
 
-def _delete(optimizer: Any) -> None:
-    for param in list(optimizer.state):
-        del optimizer.state[param]
-
-
-def _empty(optimizer: Any) -> None:
-    for param in list(optimizer.state):
-        optimizer.state[param] = {}
-
-
-def _pop(optimizer: Any) -> None:
-    for values in optimizer.state.values():
-        values.clear()
-
-
-def _pop_of_matrices(optimizer: Any) -> None:
-    for param in optimizer.param_groups[0]["params"]:
-        del optimizer.state[param]["momentum_buffer"]
+def _group(optimizer: Any, number: int) -> list[Any]:
+    return optimizer.param_groups[number]["params"]
 
 
 def _stepped(is_sharded: bool = False, dtype: Any = torch.float32) -> tuple[Any, MuonAdamW]:
@@ -80,7 +73,7 @@ def _reset_in_the_third_step(reset: Callable, *runs: tuple[Any, list[Any]]) -> N
         torch.testing.assert_close(own, expected, rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("reset", [_replace, _clear, _delete, _empty, _pop])
+@pytest.mark.parametrize("reset", [*RESETS][:5])
 def test_removed_state_is_fresh(reset):
     """State that is removed in any way starts anew, as in the optimizers of others."""
     ours, theirs = small_model(), small_model()
@@ -92,7 +85,7 @@ def test_removed_state_is_fresh(reset):
     ]
     optimizer = MuonAdamW.from_model(ours, **OPTIONS)
     _reset_in_the_third_step(
-        reset, ([*ours.parameters()], [optimizer]), ([*theirs.parameters()], references)
+        RESETS[reset], ([*ours.parameters()], [optimizer]), ([*theirs.parameters()], references)
     )
 
 
@@ -106,7 +99,7 @@ def test_removed_second_moments_are_zero(method):
     muon = Muon(ours, adaptive=method, **settings)
     settings |= {"momentum": 0.95, "coefficient_type": "quintic", "num_ns_steps": 5}
     reference = AdaptiveMuon(theirs, moment2_method=method, extra_scale_factor=1.0, **settings)
-    _reset_in_the_third_step(_clear, (ours, [muon]), (theirs, [reference]))
+    _reset_in_the_third_step(RESETS["clear"], (ours, [muon]), (theirs, [reference]))
 
 
 of_each = pytest.mark.parametrize(
@@ -114,7 +107,7 @@ of_each = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("reset", [_replace, _clear, _delete, _pop_of_matrices])
+@pytest.mark.parametrize("reset", ["replace", "clear", "delete", "pop of matrices"])
 @of_each
 def test_state_is_loaded_after_it_was_removed(make, reset):
     """A state is loaded after the current one was removed, instead of refused."""
@@ -122,7 +115,7 @@ def test_state_is_loaded_after_it_was_removed(make, reset):
     optimizer = make(model, **OPTIONS)
     step(model, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
-    reset(optimizer)
+    RESETS[reset](optimizer)
     optimizer.load_state_dict(state)
     loaded = optimizer.state_dict()["state"]
     assert loaded.keys() == state["state"].keys()
@@ -172,25 +165,33 @@ def test_hooks_of_a_load_come_before_all_comparisons_and_after_all_changes():
     assert calls == ["before", "after"]
 
 
-WRAPPED = ["layers.0._orig_mod.{}", "module.layers.0.{}", "layers.0._checkpoint_wrapped_module.{}"]
+WRAPPED = [
+    "layers.0.{}",
+    "layers.0._orig_mod.{}",
+    "module.layers.0.{}",
+    "layers.0._checkpoint_wrapped_module.{}",
+]
 
 
 @pytest.mark.parametrize("form", WRAPPED)
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_names_of_wrappers_do_not_count(form, is_saved):
-    """Names with the prefixes of wrappers match names without them in a state."""
+def test_names_match_but_for_prefixes_of_wrappers(form, is_saved):
+    """A plain state is loaded by names, in any order, with and without prefixes of wrappers."""
     forms = (form, "layers.0.{}") if is_saved else ("layers.0.{}", form)
     runs = []
     # In another order: positions do not decide.
     for name, keys in zip(forms, ("ab", "ba"), strict=True):
         params = {key: torch.nn.Parameter(torch.ones(4, 3)) for key in keys}
-        runs.append((params, Muon([(name.format(key), param) for key, param in params.items()])))
+        named = [(name.format(key), param) for key, param in params.items()]
+        runs.append((params, Muon(named, 0.1 * len(runs))))
     (params, saved), (_, loaded) = runs
     draw_grads(params.values(), 0)
     saved.step()
     loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
     first, second = ([run.state[of[key]]["momentum_buffer"] for key in "ab"] for of, run in runs)
     assert all(map(torch.equal, first, second)) and not torch.equal(*first)
+    (group,) = loaded.param_groups
+    assert (group["lr"], group["param_names"]) == (0.0, [forms[1].format(key) for key in "ba"])
 
 
 def _put(value: Callable[[Any], Any], key: str = "momentum_buffer") -> Callable[[Any], None]:
@@ -211,26 +212,23 @@ def test_copies_of_bfloat16_parameters_stay_in_float32():
         optimizer.step()
 
 
-def _delete_of_adamw(optimizer: Any) -> None:
-    for param in optimizer.param_groups[1]["params"]:
-        del optimizer.state[param]
-
-
-def _set_no_rate(optimizer: Any) -> None:
-    optimizer.param_groups[1]["lr"] = None
-
-
 # What one rank does, and what all say. Nothing changes.
-FAULTS: list[tuple[Callable[[Any], None], str]] = [
+FAULTS: list[tuple[Callable[[Any], Any], str]] = [
     (_replace, "rank 0: down.weight: expected to reset state on all ranks that hold"),
     (_put(lambda value: None), "rank 1: up.weight: expected momentum_buffer of local shape (3, 4)"),
     (_put(lambda value: value.to_local()), "rank 1: up.weight: expected momentum_buffer of"),
     (_put(lambda value: torch.ones(7)), "got local shape (7,)"),
-    (_delete_of_adamw, "rank 0: embed.weight: expected to reset state on all ranks that hold"),
+    (
+        lambda optimizer: [optimizer.state.pop(param) for param in _group(optimizer, 1)],
+        "rank 0: embed.weight: expected to reset state on all ranks that hold",
+    ),
     (_put(lambda value: torch.ones(7), "exp_avg"), "rank 1: embed.weight: expected exp_avg of"),
     (_put(lambda value: None, "step"), "rank 1: embed.weight: expected step, a"),
     (_put(lambda value: value.double(), "exp_avg_sq"), "torch.float32, cpu, got"),
-    (_set_no_rate, "rank 1: group 1: lr: expected a number"),
+    (
+        lambda optimizer: optimizer.param_groups[1].update(lr=None),
+        "rank 1: group 1: lr: expected a number",
+    ),
 ]
 
 
@@ -254,28 +252,23 @@ def _change_one_rank() -> None:
         optimizer.load_state_dict(state if dist.get_rank() else None)
 
 
-def _save_after_a_reset(folder: str) -> None:
+def _save_after_a_reset(folder: Path) -> None:
     """Save at once after state was removed, load, and go on as a run that did not stop."""
-    for number, reset in enumerate((_replace, _delete, _pop_of_matrices)):
+    for reset in ("replace", "delete", "pop of matrices"):
         model, optimizer = _stepped(is_sharded=True)
         model.zero_grad()
-        reset(optimizer)
-        save_state(f"{folder}/{number}", model, optimizer)
+        RESETS[reset](optimizer)
+        save_state(f"{folder}/{reset}", model, optimizer)
         other = small_model(is_sharded=True)
         loaded = MuonAdamW.from_model(other, **OPTIONS)
-        load_state(f"{folder}/{number}", other, loaded)
+        load_state(f"{folder}/{reset}", other, loaded)
         step(model, optimizer, 1)
         step(other, loaded, 1)
         assert equal(copies(other, loaded), copies(model, optimizer))
 
 
-def _on_two_ranks(folder: str) -> None:
-    init_group()
-    _change_one_rank()
-    _save_after_a_reset(folder)
-
-
-@pytest.mark.ranks
+@on_ranks(2)
 def test_ranks_change_state_together(tmp_path):
     """A change of state on one rank is refused on all, and a save after a reset has all state."""
-    run_ranks(2, _on_two_ranks, str(tmp_path)).check()
+    _change_one_rank()
+    _save_after_a_reset(tmp_path)

@@ -12,7 +12,7 @@ from helpers.fsdp2_models import draw_grads, drawn, load_state, local, mixed_mod
 from helpers.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, parameter_groups
 
@@ -25,13 +25,18 @@ WAYS = [
     ("two", "one"),
     ("two", "two"),
     ("torch", "unnamed"),
+    ("bfloat16", "bfloat16"),
+    ("CPU memory", "CPU memory"),
     *((method, method) for method in METHODS),
 ]
 
 
-def _sharded(model: torch.nn.Module, shape: list[int]) -> Any:
+def _sharded(model: torch.nn.Module, shape: list[int], kind: str = "") -> Any:
     names = ("replicate", "shard")[-len(shape) :]
-    fully_shard(model, mesh=init_device_mesh(device().type, tuple(shape), mesh_dim_names=names))
+    mesh = init_device_mesh(device().type, tuple(shape), mesh_dim_names=names)
+    in_cpu_memory = CPUOffloadPolicy(pin_memory=False)
+    policy = in_cpu_memory if kind == "CPU memory" else OffloadPolicy()
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     return model
 
 
@@ -55,8 +60,9 @@ def _build(kind: str, shape: list[int]) -> tuple[Any, list[Any]]:
     """Return a model, and one optimizer, Muon and AdamW, or Muon without names, torch's or ours."""
     if kind in METHODS:
         return _adaptive(kind, shape)
-    model = _sharded(mixed_model(), shape)
-    if kind == "one":
+    model = mixed_model().bfloat16() if kind == "bfloat16" else mixed_model()
+    model = _sharded(model, shape, kind)
+    if kind in ("one", "bfloat16", "CPU memory"):
         return model, [MuonAdamW.from_model(model, lr=0.1)]
     by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
     for group in parameter_groups(model):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.device import device, init_group, kind
 from helpers.fsdp2_models import copies, draw_grads, equal, error_of, local, small_model, step
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -288,8 +288,9 @@ def _empty_of_another_shape() -> None:
     assert d.grad._local_tensor.shape == ((1, 10, 0) if is_empty else (1, 10, 4))
 
 
-def _faults_of_one_rank() -> None:
-    init_group()
+@on_ranks(2)
+def test_all_ranks_refuse_a_step_where_one_does():
+    """All ranks refuse a step that one was interrupted in, or has wrong gradients for."""
     _interrupt()
     _spoil_gradients()
     for make in (_muon, _muon_adamw):
@@ -297,12 +298,6 @@ def _faults_of_one_rank() -> None:
     for has_one in (True, False):
         _step_without_matrices(has_one)
     _empty_of_another_shape()
-
-
-@pytest.mark.ranks
-def test_all_ranks_refuse_a_step_where_one_does():
-    """All ranks refuse a step that one was interrupted in, or has wrong gradients for."""
-    run_ranks(2, _faults_of_one_rank).check()
 
 
 def _leave_in_the_middle() -> list[Any]:

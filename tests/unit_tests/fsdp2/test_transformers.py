@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.device import init_group, kind
+from helpers.device import kind
 from helpers.fsdp2_models import Sharded
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.whole_matrices import WholeMuon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_muon.fsdp2 import ExchangeSettings, MuonAdamW
 
-pytestmark = pytest.mark.ranks
+pytest.importorskip("transformers")
 
 _DENSE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,9 +92,11 @@ def _model(model_type: str) -> nn.Module:
     return model
 
 
-def _train(model_type: str) -> None:
-    """Take two steps beside whole matrices; Muon has the parameters that it should."""
-    init_group()
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CASES)
+@on_ranks(2)
+def test_model_of_transformers_trains_as_whole_matrices_do(model_type):
+    """Models of transformers train as emerging-optimizers and AdamW train whole ones."""
     model = _model(model_type)
     whole = copy.deepcopy(model)
     fully_shard(model, mesh=init_device_mesh(kind(), (2,)))
@@ -126,11 +128,3 @@ def _train(model_type: str) -> None:
     atol = 1e-6 if model_type == "t5" else 0.0
     for ours, param in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), param, rtol=0.0, atol=atol)  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", CASES)
-def test_model_of_transformers_trains_as_whole_matrices_do(model_type):
-    """Models of transformers train as emerging-optimizers and AdamW train whole ones."""
-    pytest.importorskip("transformers")
-    run_ranks(2, _train, model_type).check()

@@ -59,9 +59,8 @@ class Recorder(OperationCounter):
     Attributes:
         allocations: In their order.
         waits: Reads of values, and synchronized streams.
-        slow_copies: Copies between host and device for which the host waits: of memory that is not
-            pinned, as that of Python's numbers, or without ``non_blocking``.
-        mixed: Operations on tensors of the host and of a device.
+        slow: Operations on tensors of the host and of a device. Copies between them are slow if the
+            host waits: memory is not pinned, as that of Python's numbers, or not ``non_blocking``.
     """
 
     def __init__(self) -> None:
@@ -78,8 +77,7 @@ class Recorder(OperationCounter):
         self.num_recordings += 1
         self.allocations: list[Allocation] = []
         self.waits: list[Wait] = []
-        self.slow_copies: list[Wait] = []
-        self.mixed: list[Wait] = []
+        self.slow: list[Wait] = []
         for counts in (self.operations, self.num_bytes, self.matrix_products, self.collectives):
             counts.clear()
 
@@ -101,12 +99,14 @@ class Recorder(OperationCounter):
         if name in _COPIES:
             self._record_copy(name, args, kwargs)
         elif len(places) > 1:
-            self.mixed.append(self._wait(name))
+            self.slow.append(self._wait(name))
         old = {each.untyped_storage()._cdata for each in given}
         # The host's own operations are no launches.
         is_launched = ("cuda" in places or target == "cuda") and func.namespace != "prim"
-        run: Callable[..., Any] = super().__torch_dispatch__ if is_launched else _run
-        out = run(func, types, args, kwargs)
+        if is_launched:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         new = {
             each.untyped_storage()._cdata: each.untyped_storage()
             for each in _tensors(out)
@@ -135,7 +135,7 @@ class Recorder(OperationCounter):
         is_pinned = all(each.untyped_storage()._cdata in self._pinned for each in on_host)
         is_async = kwargs.get("non_blocking", len(args) > 2 and args[2])
         if devices == {"cpu", "cuda"} and not (is_pinned and is_async):
-            self.slow_copies.append(self._wait(name))
+            self.slow.append(self._wait(name))
 
     def not_agreed_on(self, num_before: int, small_bytes: int) -> list[Allocation]:
         """Return the allocations that nothing before an agreement of ranks has asked for."""
@@ -171,10 +171,6 @@ class Recorder(OperationCounter):
         self.num_bytes["row_kernel"] += num_elements * sum(d.itemsize for d in table.dtypes)
 
 
-def _run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
 def _number(dtype: torch.dtype) -> bool | float:
     """Return what the host reads: the package asks for problems, and whether ranks are equal."""
     if dtype == torch.bool:
@@ -202,13 +198,19 @@ def _place() -> tuple[str, int]:
 
 
 class _Stream:
-    """A stream, or an event; a stream is also its own context."""
+    """A stream, which is its own context, or an event, which is over after its step."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._recording: int | None = None
+
+    def record(self, *_: Any) -> None:
+        """Remember in which recording."""
+        self._recording = self._recorder.num_recordings
 
     def synchronize(self) -> None:
-        self._recorder.wait("synchronize")
+        if self._recording in (None, self._recorder.num_recordings):
+            self._recorder.wait("synchronize")
 
     def query(self) -> bool:
         return True
@@ -219,20 +221,7 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         pass
 
-    wait_stream = record_event = wait_event = wait = record = lambda self, *args: self
-
-
-class _Event(_Stream):
-    """An event; of a step before, it is over."""
-
-    def record(self, *_: Any) -> None:
-        """Remember in which recording."""
-        self._recording = self._recorder.num_recordings
-
-    def synchronize(self) -> None:
-        """Record a wait for this recording."""
-        if self._recording == self._recorder.num_recordings:
-            super().synchronize()
+    wait_stream = record_event = wait_event = wait = lambda self, *args: self
 
 
 @contextmanager
@@ -268,7 +257,7 @@ def fake_cuda() -> Iterator[Recorder]:
 
     replaced = [
         *((torch.cuda, name, lambda *_, **__: stream) for name in ("Stream", "stream")),
-        (torch.cuda, "Event", lambda *_, **__: _Event(recorder)),
+        (torch.cuda, "Event", lambda *_, **__: _Stream(recorder)),
         (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "synchronize", lambda *_: recorder.wait("synchronize")),
         (torch.cuda, "current_device", lambda: 0),

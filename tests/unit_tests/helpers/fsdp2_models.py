@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.subclasses import WrapperSubclass
 
 from helpers.device import device, kind
 
@@ -101,6 +102,7 @@ def shard(
     dim: int = 0,
     before: Any = None,
     before_dim: int | None = None,
+    policy: OffloadPolicy | None = None,
     **keys: Any,
 ) -> Sharded:
     """Make a parameter that ``fully_shard`` has sharded, behind another mesh if there is one."""
@@ -111,7 +113,12 @@ def shard(
         value = distribute_tensor(value, before, [placement])
     module = nn.Module()
     module.weight = nn.Parameter(value)
-    fully_shard(module, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
+    fully_shard(
+        module,
+        mesh=mesh,
+        shard_placement_fn=lambda param: Shard(dim),
+        offload_policy=policy or OffloadPolicy(),
+    )
     return Sharded(module.weight, whole, keys)
 
 
@@ -134,6 +141,37 @@ def _tensor_parallel_alone() -> list[Sharded]:
         Sharded(nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement])), whole)
         for whole, placement in zip(wholes, (Shard(0), Shard(1), Replicate()), strict=True)
     ]
+
+
+def wrapped(wrap: Callable[[Any], Any] = WrapperSubclass) -> list[Sharded]:
+    """Weights of a class that keeps its elements in another tensor."""
+    (each,) = _one_axis((7, 6))
+    like = each.param.detach()
+    rows = wrap(like.to_local().clone())
+    shape = {"shape": like.shape, "stride": like.stride()}
+    dtensor = DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+    return [Sharded(nn.Parameter(dtensor), each.whole)]
+
+
+def bfloat16() -> list[Sharded]:
+    """Weights in bfloat16, of which the optimizer keeps float32 copies."""
+    return [
+        Sharded(nn.Parameter(each.param.detach().bfloat16()), each.whole.bfloat16().float())
+        for each in _one_axis((10, 6), (3, 8))
+    ]
+
+
+def settings_of_groups() -> list[Sharded]:
+    """Weights of groups with a learning rate, momentum, weight decay and splits of their own."""
+    return [
+        *_one_axis((4, 6), lr=1.0, momentum=0.5),
+        *_one_axis((6, 3), lr=0.1, weight_decay=0.5, split_sizes=(2, 2, 2)),
+    ]
+
+
+def cpu_memory() -> list[Sharded]:
+    """Weights that FSDP2 keeps in CPU memory."""
+    return _one_axis((9, 6), (5, 9), policy=CPUOffloadPolicy(pin_memory=False))
 
 
 _TRANSPOSED = {"transposed": True}
@@ -291,9 +329,17 @@ FSDP2: dict[int, dict[str, Layout]] = {
     },
 }  # fmt: skip
 _KERNELS = [(8, 3, 2, 2), (5, 4, 3), (6, 2, 2, 2, 2), (1, 6, 1, 2), (9, 7)]
-# Plain tensors of DDP and Transformer Engine; convolutions, one with fewer channels than ranks.
+# Plain tensors of DDP and Transformer Engine; classes, dtypes, settings and memory; convolutions,
+# one with fewer channels than ranks.
 OTHERS: dict[int, dict[str, Layout]] = {
-    2: {"plain_replicas": lambda: _plain(2, 1), "plain_blocks": lambda: _plain(1, 2)},
+    2: {
+        "plain_replicas": lambda: _plain(2, 1),
+        "plain_blocks": lambda: _plain(1, 2),
+        **{
+            layout.__name__: layout
+            for layout in (wrapped, bfloat16, settings_of_groups, cpu_memory)
+        },
+    },
     3: {"convolutions": lambda: _one_axis(*_KERNELS, flatten=True)},
     4: {"plain_replicas_of_blocks": lambda: _plain(2, 2)},
 }

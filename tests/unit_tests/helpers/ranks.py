@@ -7,23 +7,22 @@ ranks starts in 0.03 s on a quiet machine, the server in 10 s.
 """
 
 import atexit
-import contextlib
 import dataclasses
 import faulthandler
-import fcntl
 import functools
-import itertools
+import importlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import pytest
 
 from helpers import device
 
@@ -77,7 +76,7 @@ def _data_cache() -> str:
 
 @functools.cache
 def _context() -> Any:
-    paths = [UNIT_TESTS, ROOT, ROOT / "scripts", os.environ.get("PYTHONPATH")]
+    paths = [UNIT_TESTS, ROOT, ROOT / "scripts", ROOT / "benchmarks", os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     # "spawn" is for a release of megatron that uses CUDA on import: ranks then start in 10 s.
     method = os.environ.get("MEGATRON_MUON_TEST_START", "forkserver")
@@ -105,11 +104,19 @@ def run_ranks(
         timeout_s: Seconds after which all ranks are killed, which fails the run.
         ends_with: Rank whose end is the run's: the others are killed then.
     """
+    # Tests without ranks do not load torch.
+    from torch.distributed import TCPStore
+
     places = device.place_ranks(world_size)
+    # It outlives the ranks, and its port is taken from the moment that the kernel assigns it.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(store.port),
+            # As under torchrun: no rank serves the store.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "WORLD_SIZE": str(world_size),
             # Gloo connects ranks when they first talk; a group of Megatron's is often never used.
             "TORCH_GLOO_LAZY_INIT": "1",
@@ -136,6 +143,29 @@ def run_ranks(
             history=[json.loads(line) for line in _read(folder, "history").splitlines()],
             results=[json.loads(result or "null") for result in results],
         )
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator for tests that run on ranks, after their group has started.
+
+    Fixtures and parameters are passed on to the ranks; ``options`` are those of ``run_ranks()``.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @pytest.mark.ranks
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            name = (function.__module__, function.__name__)
+            run_ranks(world_size, _run_test, *name, arguments, **options).check()
+
+        return test
+
+    return decorate
+
+
+def _run_test(module: str, name: str, arguments: Mapping[str, Any]) -> None:
+    device.init_group()
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def run_cases(
@@ -175,9 +205,7 @@ def launch(
     *,
     script: Path = PRETRAIN_GPT,
     before: Callable[[], None] | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 240.0,
-    ends_with: int | None = None,
+    **options: Any,
 ) -> Run:
     """Run a training script through the launcher, as ``torchrun`` does on the device of the tests.
 
@@ -188,21 +216,10 @@ def launch(
         arguments: Arguments of the script.
         script: The script.
         before: Called on every rank before the launcher, to break something on purpose.
-        env: Environment variables to set on every rank.
-        timeout_s: Seconds after which all ranks are killed.
-        ends_with: Rank whose end is the run's: the others are killed then.
+        **options: Of ``run_ranks()``.
     """
     cache = ["--data-cache-path", _data_cache()] if script == PRETRAIN_GPT else []
-    return run_ranks(
-        world_size,
-        _launch_rank,
-        str(script),
-        [*arguments, *cache],
-        before,
-        env=env,
-        timeout_s=timeout_s,
-        ends_with=ends_with,
-    )
+    return run_ranks(world_size, _launch_rank, str(script), [*arguments, *cache], before, **options)
 
 
 def _launch_rank(script: str, arguments: list[str], before: Callable[[], None] | None) -> int:
@@ -253,8 +270,6 @@ def _run_rank(
         result = function(*args)
         (Path(folder) / f"result_{rank}").write_text(json.dumps(result))
         if torch.distributed.is_initialized():
-            # Twice: others may need the store of rank 0 to connect when it leaves the first one.
-            torch.distributed.barrier()
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
     except BaseException as error:
@@ -308,35 +323,6 @@ def _record_history(path: Path) -> None:
         return original(*args, **kwargs)
 
     training.training_log = training_log
-
-
-_locked: list[Any] = []
-
-
-@functools.cache
-def _ports() -> Iterator[int]:
-    """Return ports below those that the kernel assigns, different ones in each test process.
-
-    Another socket could get a port that the kernel has assigned before rank 0 listens on it. A
-    locked file says which ports a process has: by its number two suites at once met on one port.
-    """
-    for block in range(os.getpid(), os.getpid() + 20):
-        path = Path(tempfile.gettempdir(), f"megatron_muon_ports_{os.getuid()}_{block % 20}")
-        file = open(path, "w")  # noqa: SIM115 - locked until this process ends
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-    _locked.append(file)
-    first = 10_000 + 1000 * (block % 20)
-    return itertools.cycle(range(first, first + 1000))
-
-
-def _free_port() -> int:
-    while True:
-        port = next(_ports())
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("localhost", port))
-            return port
 
 
 def _read(folder: str, name: str) -> str:

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from helpers.device import device, kind
 from helpers.device import init_group as init_group
-from helpers.fsdp2_models import Part
+from helpers.device import kind
+from helpers.fsdp2_models import Part, drawn
 from helpers.whole_matrices import WholeMuon, differences, float64_normalize
 
 # Rows of each rank, for (rows, cols); tall, wide and square, uneven, empty and one-row shards.
@@ -40,8 +40,7 @@ QKV_ROWS = {1: [32], 2: [7, 25], 3: [0, 9, 23], 4: [1, 10, 0, 21], 8: [5, 6, 0, 
 
 def whole_matrix(shape: tuple[int, int], seed: int, block: int) -> Any:
     """Draw the same matrix on every rank of a shard group."""
-    generator = torch.Generator().manual_seed(seed + 10**6 * block)
-    return torch.randn(shape, generator=generator).to(device())
+    return drawn(shape, seed + 10**6 * block)
 
 
 def with_local(like: Any, local: Any) -> Any:

@@ -37,8 +37,11 @@ class WholeMuon:
         self._matrices = [
             [torch.nn.Parameter(part) for part in _parts(each, each.whole)] for each in parameters
         ]
-        # One optimizer a parameter: scales of transposed ones are patched.
-        self._muons = [build(matrices, **settings) for matrices in self._matrices]
+        # One optimizer a parameter: groups have settings, scales of transposed ones are patched.
+        self._muons = [
+            build(matrices, **{name: each.keys.get(name, settings[name]) for name in settings})
+            for each, matrices in zip(parameters, self._matrices, strict=True)
+        ]
 
     def step(self, grads: Sequence[torch.Tensor]) -> None:
         for each, matrices, optimizer, grad in zip(
@@ -78,7 +81,8 @@ def differences(
     """List values and momentum of which this rank's part is not that of ``WholeMuon.wholes()``."""
     different = []
     for i, (each, expected) in enumerate(zip(parameters, wholes, strict=True)):
-        pair = (each.param, optimizer.state[each.param]["momentum_buffer"])
+        state = optimizer.state[each.param]
+        pair = (state.get("main_param", each.param), state["momentum_buffer"])
         for what, ours, whole in zip(("value", "momentum"), pair, expected, strict=True):
             ours, part = getattr(ours, "to_local", lambda ours=ours: ours)(), each.own(whole)
             worst = math.inf
@@ -96,29 +100,22 @@ def _float64_norm_of_all() -> Callable[..., torch.Tensor]:
     )
 
 
-def _as_matrices(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    return whole.flatten(1) if parameter.keys.get("flatten") else whole
+def _blocks(parameter: Any, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what Newton-Schulz sees: views with a row an output, and masks of the rows of blocks.
+
+    It is other code than the package's.
+    """
+    whole = whole.flatten(1) if parameter.keys.get("flatten") else whole
+    found = []
+    for matrix in [whole] if whole.ndim == 2 else whole:
+        view = _turned(parameter, matrix)
+        of_output = _block_of_output(parameter, torch.arange(len(view)))
+        found += [(view, of_output == block) for block in of_output.unique()]
+    return found
 
 
-def _pieces(parameter: Any) -> list[tuple[Any, Any, Any]]:
-    """Return the indices of what Newton-Schulz sees: other code than the package's."""
-    whole = _as_matrices(parameter, parameter.whole)
-    matrices: list[Any] = [...] if whole.ndim == 2 else list(range(len(whole)))
-    is_transposed = parameter.keys.get("transposed", False)
-    num_rows, num_cols = whole.shape[-2:]
-    rows, cols = torch.arange(num_rows)[:, None], torch.arange(num_cols)[None, :]
-    outputs = (cols if is_transposed else rows).flatten()
-    of_output = _block_of_output(parameter, outputs)
-    pieces = []
-    for matrix in matrices:
-        for block in of_output.unique():
-            chosen = outputs[of_output == block]
-            pieces.append(
-                (matrix, rows, chosen[None, :])
-                if is_transposed
-                else (matrix, chosen[:, None], cols)
-            )
-    return pieces
+def _turned(parameter: Any, matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.mT if parameter.keys.get("transposed") else matrix
 
 
 def _block_of_output(parameter: Any, outputs: torch.Tensor) -> torch.Tensor:
@@ -133,15 +130,15 @@ def _block_of_output(parameter: Any, outputs: torch.Tensor) -> torch.Tensor:
 
 def _parts(parameter: Any, whole: torch.Tensor) -> list[torch.Tensor]:
     """Return contiguous copies of the matrices of a parameter."""
-    matrices = _as_matrices(parameter, whole)
-    return [matrices[piece].contiguous() for piece in _pieces(parameter)]
+    blocks = _blocks(parameter, whole)
+    return [_turned(parameter, view[rows]).contiguous() for view, rows in blocks]
 
 
 def _joined(parameter: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    joined = torch.full_like(_as_matrices(parameter, parameter.whole), float("nan"))
-    for piece, part in zip(_pieces(parameter), parts, strict=True):
-        joined[piece] = part.detach()
-    return joined.view_as(parameter.whole)
+    joined = torch.full_like(parameter.whole, float("nan"))
+    for (view, rows), part in zip(_blocks(parameter, joined), parts, strict=True):
+        view[rows] = _turned(parameter, part.detach())
+    return joined
 
 
 def float64_normalize(x: torch.Tensor, p: int, dim: tuple[int, int], eps: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import OperationCounter
 from helpers.commands import train_forked
 from helpers.ranks import ROOT, launch, run_ranks
 
@@ -47,7 +48,6 @@ def load(monkeypatch) -> Callable[..., ModuleType]:
 
     def load_benchmark(name: str, *flags: str, **names: Any) -> ModuleType:
         # Under another name: modules of the package have the same ones.
-        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
         spec = spec_from_file_location(f"{name}_benchmark", ROOT / "benchmarks" / f"{name}.py")
         benchmark = module_from_spec(spec)
         spec.loader.exec_module(benchmark)
@@ -91,7 +91,6 @@ def _engine_of_experts() -> dict[str, float]:
     import cpu_ranks
 
     cpu_ranks.enable()
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import host_time
 
     host_time.go_the_way_of_a_gpu()
@@ -114,11 +113,8 @@ def test_host_time_counts_few_launches(tmp_path):
     assert min(value for name, value in dense.items() if name.endswith("_us")) > 0
 
 
-def test_counted_operations_are_those_of_a_gpu(monkeypatch):
+def test_counted_operations_are_those_of_a_gpu():
     """The counter counts a list once, no view, and every read of a value."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from counting import OperationCounter
-
     a, b = torch.ones(4, 8), torch.ones(4, 8)
     with OperationCounter() as work:
         torch._foreach_mul_([a, b], 2.0)  # each of 128 bytes, read and written

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
-from helpers.device import init_group
 from helpers.fsdp2_models import FSDP2
 from helpers.later_releases import pretend_emerging_optimizers_0_5
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
+from helpers.whole_matrices import WholeMuon, differences
 from torch.distributed.tensor import placement_types
 
+from megatron_muon.fsdp2 import ExchangeSettings, Muon
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.step.dependencies import missing_names
+from megatron_muon.step.lion import FSDPLion
 
 
 @pytest.mark.megatron
@@ -93,51 +95,30 @@ def test_import_names_all_that_is_missing_or_its_cause(package, error, expected)
         assert ("got none in" in said) == (error is None)
 
 
-def _step_later_release() -> tuple[list[bool], str, int]:
-    """Compare rows with those of the later release's Muon, build with too few steps, step Lion."""
+@on_ranks(2)
+def test_later_emerging_optimizers_has_its_own_coefficients_and_counts():
+    """Coefficients and step counts of a later emerging-optimizers are its own."""
     pretend_emerging_optimizers_0_5()
-    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon
-    from megatron_muon.step.lion import FSDPLion
-
-    init_group()
     settings: Any = {"lr": 0.02, "coefficient_type": "cubic5", "fp32_matmul_prec": "highest"}
     exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
     sharded = FSDP2[2]["uneven"]()
     params = [each.param for each in sharded]
-    wholes = [torch.nn.Parameter(each.whole.clone()) for each in sharded]
     ours = Muon(params, exchange=exchange, **settings)
-    theirs = WholeMatrixMuon(wholes, **settings)
-    for each, whole in zip(sharded, wholes, strict=True):
-        whole.grad = whole.detach().square()
-        each.set_grad(whole.grad)
+    theirs = WholeMuon(sharded, **settings)
+    grads = [each.whole.square() for each in sharded]
+    for each, grad in zip(sharded, grads, strict=True):
+        each.set_grad(grad)
     ours.step()
-    theirs.step()
-    equal = [
-        torch.equal(each.param._local_tensor, each.own(whole.detach()))
-        for each, whole in zip(sharded, wholes, strict=True)
-    ]
-    said = "built"
-    try:
+    theirs.step(grads)
+    assert len(sharded) > 1 and differences(sharded, ours, theirs.wholes()) == []
+    with pytest.raises(RuntimeError, match="num_ns_steps: expected 5 for cubic5 coefficients, got"):
         Muon(params, num_ns_steps=4, exchange=exchange, **settings)
-    except RuntimeError as error:
-        said = str(error)
     param = torch.nn.Parameter(torch.ones(3))
     lion = FSDPLion([param])
     for _ in range(3):
         param.grad = torch.ones(3)
         lion.step()
-    return equal, said, int(lion.state[param]["step"])
-
-
-@pytest.mark.ranks
-def test_later_emerging_optimizers_has_its_own_coefficients_and_counts():
-    """Coefficients and step counts of a later emerging-optimizers are its own."""
-    for equal, said, num_lion_steps in run_ranks(2, _step_later_release).check().results:
-        assert len(equal) > 1 and all(equal)
-        assert "num_ns_steps: expected 5 for cubic5 coefficients, got 4" in said
-        assert num_lion_steps == 3
+    assert int(lion.state[param]["step"]) == 3
 
 
 @pytest.mark.parametrize("coefficient_type", sorted(muon_utils._COEFFICIENT_SETS))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Launches, waits and memory of the third step of each optimizer, on fake CUDA tensors."""
+"""Waits, launches, bytes and allocations of a step, on fake CUDA tensors, as one rank."""
 
 import functools
 import os
@@ -14,30 +14,54 @@ import torch
 from helpers.fake_cuda import Recorder, fake_cuda
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
+from megatron_muon.runtime import norms
 from megatron_muon.step.elementwise import elementwise_bytes
+from megatron_muon.step.metrics import MetricSums
 
 SHAPES = [(256, 256)] * 4 + [(1024, 256)] * 2
+# The embedding has as many elements as the largest workspace of Newton-Schulz.
+EMBEDDING = [(8192, 1024)]
 SMALL_BYTES = 1_000
+OF_FSDP2, OF_MEGATRON = "fsdp2/gradients.py", "mcore/chained_optimizer.py"
 
 
-def _parameters(shapes: Sequence[tuple[int, int]]) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
+def _parameters(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32
+) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.empty(s, device="cuda", dtype=dtype)) for s in shapes]
+
+
+def _muon(dtype: torch.dtype = torch.float32, **options: Any) -> Muon:
+    return Muon(_parameters(SHAPES, dtype), nesterov=True, **options)
+
+
+def _muon_and(
+    algorithm: str, others: Sequence[tuple[int, int]] = EMBEDDING, **options: Any
+) -> MuonAdamW:
+    of_others = {"params": _parameters(others), "algorithm": algorithm}
+    return MuonAdamW([{"params": _parameters(SHAPES)}, of_others], **options)
+
+
+def _with_metrics(**options: Any) -> Muon:
+    optimizer = _muon(**options)
+    optimizer.record_metrics()
+    return optimizer
 
 
 @contextmanager
-def _muon() -> Iterator[tuple[Recorder, Any]]:
+def _alone(build: Callable[[], Any]) -> Iterator[tuple[Recorder, Any]]:
     with fake_cuda() as recorder:
-        yield recorder, Muon(_parameters(SHAPES), nesterov=True)
+        yield recorder, build()
 
 
-@contextmanager
-def _muon_adamw(**options: Any) -> Iterator[tuple[Recorder, Any]]:
-    with fake_cuda() as recorder:
-        groups = [
-            {"params": _parameters(SHAPES)},
-            {"params": _parameters([(2048, 256)] * 2), "algorithm": "adamw"},
-        ]
-        yield recorder, MuonAdamW(groups, **options)
+def _step(recorder: Recorder, optimizer: Any) -> list[torch.Tensor]:
+    """Record a step anew, and return the parameters; Megatron-FSDP has gradients of its own."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params if isinstance(optimizer, torch.optim.Optimizer) else []:
+        param.grad = torch.empty_like(param)
+    recorder.clear()
+    optimizer.step()
+    return params
 
 
 def _norm_on_device(_: int, __: Any, tensors: Any, *___: Any) -> tuple[torch.Tensor, None]:
@@ -122,7 +146,7 @@ class Case(NamedTuple):
 
     Args:
         build: Context with a recorder and the optimizer.
-        readers: Files whose reads the host waits for.
+        readers: Files whose reads the host waits for; ranks agree in the last one.
         launches: Most operations, the kernel that moves rows among them.
         products: Most matrix products.
         num_bytes: Most bytes that operations read and write, by parameter element.
@@ -136,15 +160,14 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "fsdp2.Muon": Case(_muon, ["fsdp2/gradients.py"], 31, 30, 80.1),
-    "fsdp2.MuonAdamW": Case(_muon_adamw, ["fsdp2/gradients.py"], 39, 30, 84.6),
-    "FSDPMuonChainedOptimizer": Case(
-        functools.partial(_chained, True), ["mcore/chained_optimizer.py"], 77, 45, 98.7
+    "fsdp2.Muon": Case(lambda: _alone(_muon), [OF_FSDP2], 31, 30, 80.1),
+    "fsdp2.MuonAdamW": Case(
+        lambda: _alone(lambda: _muon_and("adamw", [(2048, 256)] * 2)), [OF_FSDP2], 39, 30, 84.6
     ),
+    "FSDPMuonChainedOptimizer": Case(lambda: _chained(True), [OF_MEGATRON], 77, 45, 98.7),
     "FSDPMuonChainedOptimizer without Transformer Engine": Case(
-        functools.partial(_chained, False),
         # Upstream reads the norm itself.
-        ["megatron/core/optimizer/clip_grads.py", "mcore/chained_optimizer.py"],
+        lambda: _chained(False), ["megatron/core/optimizer/clip_grads.py", OF_MEGATRON],
         94, 45, 106.7,
     ),
 }  # fmt: skip
@@ -154,13 +177,8 @@ CASES = {
 def _third_step(name: str) -> tuple[Recorder, int]:
     """Record the third step of a case, and count the elements of its parameters."""
     with CASES[name].build() as (recorder, optimizer):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         for _ in range(3):
-            for param in params:
-                if not name.startswith("FSDP"):
-                    param.grad = torch.empty_like(param)
-            recorder.clear()
-            optimizer.step()
+            params = _step(recorder, optimizer)
         return recorder, sum(param.numel() for param in params)
 
 
@@ -171,16 +189,21 @@ of_each_optimizer = pytest.mark.parametrize(
 
 
 @of_each_optimizer
-def test_host_waits_once_for_the_gradients(name):
-    """The host waits once in a step: for the verdict on gradients.
+def test_third_step_has_one_wait_and_stays_within_its_bounds(name):
+    """The host waits once in a step, for the gradients; its launches and bytes are bounded.
 
     The norm, a number, was copied to the device from pageable memory: the host waited again. Lists
     with a tensor in CPU memory are computed tensor by tensor, or not at all.
     """
-    recorder, _ = _third_step(name)
-    assert [wait.file for wait in recorder.waits] == CASES[name].readers, recorder.waits
-    assert recorder.slow_copies == []
-    assert recorder.mixed == []
+    (recorder, num_elements), case = _third_step(name), CASES[name]
+    assert [wait.file for wait in recorder.waits] == case.readers, recorder.waits
+    assert recorder.slow == []
+    launches = recorder.operations.total()
+    num_bytes = recorder.num_bytes.total() / num_elements
+    # A bound far above would hold nothing.
+    assert 0.9 * case.launches <= launches <= case.launches, recorder.operations
+    assert recorder.matrix_products.total() == case.products
+    assert 0.95 * case.num_bytes <= num_bytes <= case.num_bytes, recorder.num_bytes
 
 
 @pytest.mark.parametrize("check", ["sync", "next_step", "off"])
@@ -189,24 +212,49 @@ def test_host_waits_only_for_gradients_that_are_checked_in_the_same_step(check):
 
     It waited for the gradients of each step, and could not launch it before they came.
     """
-    with _muon_adamw(check_gradients=check) as (recorder, optimizer):
+    with _alone(lambda: _muon_and("adamw", check_gradients=check)) as (recorder, optimizer):
         for _ in range(3):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad = torch.empty_like(param)
-            recorder.clear()
-            optimizer.step()
-    assert [wait.file for wait in recorder.waits] == ["fsdp2/gradients.py"] * (check == "sync")
-    assert recorder.slow_copies == recorder.mixed == []
+            _step(recorder, optimizer)
+    assert [wait.file for wait in recorder.waits] == [OF_FSDP2] * (check == "sync")
+    assert recorder.slow == []
     # Of the flags; the other one is of norms.
     assert recorder.operations["aten::_to_copy"] == 1 + (check == "next_step")
+
+
+def _not_agreed_on(recorder: Recorder, reader: str) -> list[Any]:
+    """Return the allocations that nothing before the agreement of ranks has asked for."""
+    (num_before,) = (wait.num_allocations for wait in recorder.waits if wait.file == reader)
+    return recorder.not_agreed_on(num_before, SMALL_BYTES)
 
 
 @of_each_optimizer
 def test_nothing_is_allocated_after_ranks_agree(name):
     """No memory is allocated after the last read, where ranks agree."""
-    recorder, _ = _third_step(name)
-    assert recorder.not_agreed_on(recorder.waits[-1].num_allocations, SMALL_BYTES) == []
+    assert _not_agreed_on(_third_step(name)[0], CASES[name].readers[-1]) == []
+
+
+# Whose first step is recorded too: it makes state.
+OPTIONS: dict[str, Callable[[], Any]] = {
+    "momentum in bfloat16": lambda: _muon(momentum_dtype=torch.bfloat16),
+    "momentum in CPU memory": lambda: _muon(offload_momentum=True),
+    "weights in bfloat16": lambda: _muon(torch.bfloat16),
+    "AdamW at once": lambda: _muon_and("adamw", foreach=True),
+    "AdamW one by one": lambda: _muon_and("adamw", foreach=False),
+    "cautious decay": lambda: _muon(weight_decay_method="cautious"),
+    "Lion": lambda: _muon_and("lion"),
+    "namo": lambda: _muon(adaptive="namo"),
+    "metrics": lambda: _with_metrics(momentum_dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_allocate_what_ranks_have_agreed_on(name):
+    """All memory of a step with an option is taken before ranks agree."""
+    with _alone(OPTIONS[name]) as (recorder, optimizer):
+        for _ in range(2):
+            _step(recorder, optimizer)
+            assert _not_agreed_on(recorder, OF_FSDP2) == []
 
 
 @pytest.mark.megatron
@@ -226,14 +274,45 @@ def test_adam_asks_for_the_memory_of_its_step():
     assert most_bytes > 3 * max(each._local_tensor.nbytes for each in matrices)
 
 
-@of_each_optimizer
-def test_launches_and_bytes_are_within_their_bounds(name):
-    """Launches, products and bytes of a step stay within their bounds."""
-    recorder, num_elements = _third_step(name)
-    case = CASES[name]
-    launches, products = recorder.operations.total(), recorder.matrix_products.total()
-    num_bytes = recorder.num_bytes.total() / num_elements
-    # A bound far above would hold nothing.
-    assert 0.9 * case.launches <= launches <= case.launches, recorder.operations
-    assert products == case.products
-    assert 0.95 * case.num_bytes <= num_bytes <= case.num_bytes, recorder.num_bytes
+@pytest.mark.cpu_only
+def test_weights_in_bfloat16_are_compared_in_the_first_step_alone():
+    """Later steps compare no weight with its copy, which would take 7 bytes an element."""
+    with _alone(lambda: _muon(torch.bfloat16)) as (recorder, optimizer):
+        for num_compared in (len(SHAPES), 0):
+            _step(recorder, optimizer)
+            assert recorder.operations["aten::where"] == num_compared
+
+
+@pytest.mark.cpu_only
+def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
+    """Metrics of momentum in CPU memory wait until the device has copied it."""
+    events = []
+    with _alone(lambda: _with_metrics(offload_momentum=True)) as run:
+        stream = mock.Mock()
+        stream.synchronize = lambda: events.append("wait")
+        with (
+            mock.patch("torch.cuda.current_stream", lambda *_: stream),
+            mock.patch.object(MetricSums, "on_momentum", lambda *_: events.append("norms")),
+        ):
+            _step(*run)
+    # The second wait is for the state, at the end of the step.
+    assert events == ["wait", "norms", "wait"]
+
+
+@pytest.mark.cpu_only
+def test_norm_of_a_missing_gradient_is_summed_on_the_gpu():
+    """Zeros for a missing gradient are on the device, among the rows of the others."""
+    devices: list[str] = []
+    original = norms.sums_of_squares
+
+    def watched(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        devices.extend(each.device.type for each in tensors)
+        return original(tensors)
+
+    watch = mock.patch.object(norms, "sums_of_squares", watched)
+    with _alone(lambda: _muon(adaptive="namo")) as (_, optimizer), watch:
+        for param in optimizer.param_groups[0]["params"][:-1]:
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    # Of what is orthogonalized too.
+    assert devices == ["cuda"] * 2 * len(SHAPES)

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.device import init_group
-from helpers.ranks import ROOT, launch, run_ranks
+import torch.distributed as dist
+from helpers.ranks import ROOT, launch, on_ranks, run_ranks
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.settings import ExchangeSettings
@@ -39,30 +39,27 @@ def _without_momentum(self: Any, closure: Any = None) -> None:
             param.data.add_(param.grad, alpha=-group["lr"])
 
 
-def _steps_of_wrong_results() -> list[list[str]]:
+@on_ranks(1)
+def test_wrong_results_of_a_step_fail():
+    """A step fails whose Newton-Schulz is a tenth too large, or a Muon of upstream that differs."""
     from emerging_optimizers.orthogonalized_optimizers import Muon
 
     from megatron_muon.newton_schulz.standard import Standard
 
-    init_group()
     run, device = Standard.run, torch.device("cpu")
     with mock.patch.object(Standard, "run", lambda *args: 1.1 * run(*args)):
-        found = [results.check_step(device, FP32)]
+        finding = results.check_step(device, FP32)
+    assert finding.verdict == "FAIL" and finding.text.startswith("differs by 9.5e-02")
     with mock.patch.object(Muon, "step", _without_momentum):
-        return [list(finding) for finding in (*found, results.check_step(device, FP32))]
+        assert results.check_step(device, FP32).verdict == "FAIL"
 
 
-def test_wrong_results_of_a_step_fail():
-    """A step fails whose Newton-Schulz is a tenth too large, or a Muon of upstream that differs."""
-    (findings,) = run_ranks(1, _steps_of_wrong_results).check().results
-    assert [verdict for verdict, _ in findings] == ["FAIL", "FAIL"]
-    assert findings[0][1].startswith("differs by 9.5e-02")
+@on_ranks(2)
+def test_finding_of_one_rank_is_that_of_all_ranks():
+    """All ranks report the first line of one rank's error, or its version.
 
-
-def _find_on_rank_1() -> list[list[str]]:
-    import torch.distributed as dist
-
-    init_group()
+    The rank joins the comparison of versions before it returns.
+    """
     is_broken = dist.get_rank() == 1
     if is_broken:
         results.version_problems = lambda versions: ["torch: expected 2.9, found 2.0"]
@@ -73,20 +70,10 @@ def _find_on_rank_1() -> list[list[str]]:
             raise OSError("libcuda.so cannot open shared object file\nand more")
         return Finding("PASS", "equal bits")
 
-    checks = {"step": check, "versions": results.check_versions}
-    return [list(on_all_ranks(name, call)) for name, call in checks.items()]
-
-
-def test_finding_of_one_rank_is_that_of_all_ranks():
-    """All ranks report the first line of one rank's error, or its version.
-
-    The rank joins the comparison of versions before it returns.
-    """
-    for error, version in run_ranks(2, _find_on_rank_1).check().results:
-        text = "OSError: libcuda.so cannot open shared object file (ranks 1)"
-        assert error == ["FAIL", text]
-        text = "torch: expected 2.9, found 2.0 -> See docs/support.md, Versions (ranks 1)"
-        assert version == ["FAIL", text]
+    text = "OSError: libcuda.so cannot open shared object file (ranks 1)"
+    assert on_all_ranks("step", check) == Finding("FAIL", text)
+    text = "torch: expected 2.9, found 2.0 -> See docs/support.md, Versions (ranks 1)"
+    assert on_all_ranks("versions", results.check_versions) == Finding("FAIL", text)
 
 
 def _check_beside_a_dead_rank() -> int:

@@ -61,7 +61,10 @@ def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]
 @settings(max_examples=50)
 @given(plans())
 def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
-    """The report counts bytes, staging memory and calls of each rank without its plan."""
+    """The report counts bytes, staging memory and calls of each rank without its plan.
+
+    Its timeline has all of this work, one thing at a time on GPU and links.
+    """
     report = build_report(1 + max(plan.ranks), [plan])
     for rank in plan.ranks:
         schedule = RankSchedule.build([plan], rank)
@@ -73,6 +76,17 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
         assert found.bytes_received == sum(received for _, received in both)
         assert found.staging_bytes == schedule.staging_bytes
         assert found.num_calls == sum(len(bucket.stacks) for bucket in buckets)
+        assert max(found.newton_schulz_ns, found.traffic_ns) - 1 <= found.step_ns
+        on_gpu = [span for span in found.spans if span.kind == "Newton-Schulz"]
+        on_links = [span for span in found.spans if span.kind != "Newton-Schulz"]
+        for lane, expected_ns in (
+            (on_gpu, found.newton_schulz_ns),
+            (on_links, found.traffic_ns),
+        ):
+            # In floats of at most 1e9 ns.
+            time_ns = sum(span.end - span.start for span in lane)
+            assert time_ns == pytest.approx(expected_ns, rel=1e-9, abs=1e-3)
+            assert all(one.end <= other.start for one, other in pairwise(lane))
     step_ns = max(rank.step_ns for rank in report.ranks)
     for rank in report.ranks:
         assert step_ns >= max(rank.newton_schulz_ns, rank.traffic_ns) - 1
@@ -152,26 +166,6 @@ def test_rounds_of_replicas_have_their_all_gather():
         (((rows, results, _),),) = rank.rounds
         assert rows == 0
         assert results == messages_ns(cost, num_elements, 0) + time_ns
-
-
-@settings(max_examples=50)
-@given(plans())
-def test_step_has_the_work_of_the_report_and_one_message_at_a_time(plan):
-    """A timeline has all work of the report, one thing at a time on GPU and links."""
-    report = build_report(1 + max(plan.ranks), [plan])
-    for rank in plan.ranks:
-        found = report.ranks[rank]
-        spans = found.spans
-        assert max(found.newton_schulz_ns, found.traffic_ns) - 1 <= found.step_ns
-        on_gpu = [span for span in spans if span.kind == "Newton-Schulz"]
-        on_links = [span for span in spans if span.kind != "Newton-Schulz"]
-        # In floats of at most 1e9 ns.
-        time_ns = sum(span.end - span.start for span in on_gpu)
-        assert time_ns == pytest.approx(found.newton_schulz_ns, rel=1e-9, abs=1e-3)
-        time_ns = sum(span.end - span.start for span in on_links)
-        assert time_ns == pytest.approx(found.traffic_ns, rel=1e-9, abs=1e-3)
-        for lane in (on_gpu, on_links):
-            assert all(one.end <= other.start for one, other in pairwise(lane))
 
 
 def test_rows_come_before_newton_schulz_and_results_after_it():
