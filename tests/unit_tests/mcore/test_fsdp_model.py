@@ -322,11 +322,11 @@ def test_collectives_are_those_of_the_document(layout):
         connect = [entry for entry in construction if entry[0] == "all_to_all_single"]
         assert len(connect) == 1
         assert all(num_elements < world_size for _, _, num_elements, _ in connect)
-        # All else is flags, hashes, and tables of groups and loads. Replicas connect too.
+        # All else is flags, hashes, and tables of groups. Replicas connect too.
         assert Counter(name for name, *_ in construction) == Counter(
             all_reduce=8,
             all_gather_object=4,
-            all_gather_into_tensor=4 + (num_replicas > 0),
+            all_gather_into_tensor=3 + (num_replicas > 0),
             all_to_all_single=len(connect),
         )
         flags = [entry[1:] for entry in construction if entry[0] == "all_reduce"]
