@@ -78,6 +78,7 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
     import torch.distributed as dist
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+    from megatron_muon.plan.layout import Splits
     from megatron_muon.plan.rank_plan import RankSchedule
     from megatron_muon.runtime.agreement import Domain
     from megatron_muon.runtime.engine import Engine
@@ -85,7 +86,7 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
     from megatron_muon.tools.plan.model_shape import PRESETS
     from megatron_muon.tools.plan.simulation import Parallelism, simulate
 
-    planned = simulate(PRESETS[job.preset], Parallelism(job.dp, ep=job.ep), settings)
+    planned = simulate(PRESETS[job.preset], Parallelism(job.dp, ep=job.ep), settings, Splits())
     held = Counter(
         rank for plan in planned for matrix in plan.matrices for rank in matrix.elements_by_rank
     )

@@ -36,8 +36,17 @@ _SWITCHES = {
     "--muon-split-qkv-per-head": "Orthogonalize every head of query, key and value separately.",
     "--moe-router-skip-muon": "Step routers with --muon-scalar-optimizer.",
 }
-_OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    **{flag: {"action": "store_true", "help": text} for flag, text in _SWITCHES.items()},
+_DEFAULTS = dataclasses.asdict(ExchangeSettings())
+_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
+    **{
+        "--muon-fsdp-" + name.replace("_", "-"): {"default": _DEFAULTS[name], **settings}
+        for name, settings in EXCHANGE_FLAGS.items()
+    },
+    **{
+        flag: {"default": False, "action": "store_true", "help": text}
+        for flag, text in _SWITCHES.items()
+    },
     "--adaptive-muon-moment2-method": {
         "choices": ("adamuon", "normuon", "namo"),
         "default": "adamuon",
@@ -60,13 +69,8 @@ _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of this package, and shorten the usage in errors: Megatron has 1,600 lines."""
     parser.usage = "%(prog)s [FLAGS]; --help lists them"
-    # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
-    defaults = dataclasses.asdict(ExchangeSettings())
-    for name, settings in EXCHANGE_FLAGS.items():
-        flag = "--muon-fsdp-" + name.replace("_", "-")
-        group.add_argument(flag, default=defaults[name], **settings)
-    for flag, settings in _OTHER_FLAGS.items():
+    for flag, settings in _FLAGS.items():
         if flag not in parser._option_string_actions:
             group.add_argument(flag, **settings)
     return parser
@@ -85,10 +89,10 @@ def check_arguments(args: argparse.Namespace) -> None:
     if getattr(args, "megatron_fsdp_version", 1) == 2 and PATCHED.v2_problems:
         raise IncompatibleMegatronError(PATCHED.v2_problems)
     if not args.use_megatron_fsdp or args.optimizer not in MUON_OPTIMIZERS:
-        for flag in _SWITCHES:
-            name = flag[2:].replace("-", "_")
-            # A later release may have a flag of this name.
-            if getattr(args, name, False) and not hasattr(OptimizerConfig, name):
+        for flag, settings in _FLAGS.items():
+            name, default = flag[2:].replace("-", "_"), settings["default"]
+            # Megatron reads fields of its configuration itself.
+            if getattr(args, name, default) != default and not hasattr(OptimizerConfig, name):
                 raise SettingsError(
                     f"{flag}: expected --use-megatron-fsdp with --optimizer muon or adaptive_muon, "
                     f"got --optimizer {args.optimizer}. Leave the flag out."

@@ -257,7 +257,7 @@ def _common_for_ddp(
         chained["betas" in group, bool(group.get("is_expert_parallel"))].append(group)
     # Transformer Engine's Adam counts steps in its groups.
     counts = {float(read(checkpoint, key, whole_box(()))) for key in counters}
-    if len(counts) > 1 or not any(not is_adam for is_adam, _ in chained):
+    if len(counts) > 1 or all(is_adam for is_adam, _ in chained):
         raise CheckpointError(
             f"{checkpoint.folder}: expected settings of Muon, and one step count of Adam, got "
             f"groups of {len(chained)} optimizers and counts {sorted(counts)}. Save all "

@@ -80,8 +80,7 @@ def place_of(
         stack.append(args.num_layers)
         stacked = match[3]
         for fused, separate in _SEPARATE_NORMS.items() if args.transformer_impl == "local" else ():
-            if stacked.startswith(separate):
-                stacked = fused + stacked.removeprefix(separate)
+            stacked = stacked.replace(separate, fused)
         stacked = match[1] + stacked
     if match := _FSDP_EXPERT.match(stacked):
         indices.append(int(match[2] or match[4]))

@@ -9,13 +9,10 @@ of contents may not name. A crafted pickle can still use up the memory or end th
 
 import io
 import itertools
-import math
 import pickle
 import types
 import zipfile
-from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,9 +86,15 @@ def read_chunk(checkpoint: StoredCheckpoint, key: str, chunk: ChunkStorageMetada
 
 def _read_item(checkpoint: StoredCheckpoint, index: MetadataIndex) -> bytes:
     """Read the archive of a chunk or object, and compare the checksums of its records."""
-    with expecting("an archive of torch.save", index.fqn):
+    with expecting(f"an archive of torch.save in {checkpoint.folder}", index.fqn):
         info = checkpoint.metadata.storage_data[index]
-        with open(checkpoint.folder / info.relative_path, "rb") as file:
+        path = checkpoint.folder / info.relative_path
+        # A path that leaves the folder, or a link, would read any file of this machine.
+        if path.parent != checkpoint.folder or path.is_symlink() or not path.is_file():
+            raise CheckpointError(
+                f"{path}: expected a file, got none, or a link or pipe in its place"
+            )
+        with open(path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -107,48 +110,27 @@ def _read_item(checkpoint: StoredCheckpoint, index: MetadataIndex) -> bytes:
     return data
 
 
-def file_sizes(checkpoint: StoredCheckpoint) -> dict[str, int]:
-    """Return the number of bytes that each file has, by name."""
-    sizes: dict[str, int] = defaultdict(int)
-    for info in checkpoint.metadata.storage_data.values():
-        sizes[info.relative_path] = max(sizes[info.relative_path], info.offset + info.length)
-    return sizes
-
-
 def find_misfits(checkpoint: StoredCheckpoint) -> list[str]:
-    """Compare a table of contents with itself and with the lengths of files.
-
-    Returns:
-        One sentence per problem: chunks that do not tile their tensor, a file that is missing
-        or of another length than its items.
-    """
-    problems = [
+    """Return one sentence per tensor that its chunks do not tile."""
+    return [
         f"{key}: expected chunks that tile the shape {tuple(tensor.size)}, got others"
         for key, tensor in checkpoint.tensors.items()
         if not is_tiled(tensor.size, [(c.offsets, c.sizes) for c in tensor.chunks])
     ]
-    for name, end in file_sizes(checkpoint).items():
-        path = checkpoint.folder / name
-        # A path that leaves the folder, or a link, would read any file of this machine.
-        if Path(name).name != name or path.is_symlink() or not path.is_file():
-            problems.append(f"{path}: expected a file, got none, or a link or pipe in its place")
-        elif (size := path.stat().st_size) != end:
-            problems.append(f"{path}: expected {end} bytes, got {size}")
-    return problems
 
 
 def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes are inside of a shape, fill it, and do not overlap."""
+    """Return whether boxes as large as a shape together are inside of it, and do not overlap."""
     if len(shape) > 16:  # a box has 2**16 corners
         return False
     # If the corners of all cancel in pairs, the boxes cover every element of the shape an odd
-    # number of times, and all others an even number; by the sum of sizes, once and never.
+    # number of times, and all others an even number; by their size together, once and never.
     corners: set[tuple[int, ...]] = set()
     for offsets, sizes in [((0,) * len(shape), shape), *boxes]:
         if all(sizes):
             ends = [(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
             corners ^= set(itertools.product(*ends))
-    return not corners and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
+    return not corners
 
 
 def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
@@ -158,14 +140,12 @@ def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
     loaded.
 
     Returns:
-        One sentence per problem: of ``find_misfits()`` or, without any, items with changed bytes or
-        another chunk.
+        One sentence per problem: of ``find_misfits()``, files that are missing, items with changed
+        bytes or another chunk.
 
     Memory: twice the largest item.
     """
     problems = find_misfits(checkpoint)
-    if problems:
-        return problems
     chunks = [(key, chunk) for key, t in checkpoint.tensors.items() for chunk in t.chunks]
     for key, chunk in [*chunks, *((key, None) for key in checkpoint.objects)]:
         try:
@@ -176,4 +156,5 @@ def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
                 _read_item(checkpoint, MetadataIndex(key))
         except CheckpointError as error:
             problems.append(str(error))
-    return problems
+    # Items of one file lack the same one.
+    return [*dict.fromkeys(problems)]

@@ -136,7 +136,7 @@ def _under_megatron(
         mla=options.muon_split_mla,
         per_head=options.muon_split_qkv_per_head,
     )
-    plans = simulate(model, parallel, _settings(options), splits=splits)
+    plans = simulate(model, parallel, _settings(options), splits)
     has_fp32 = options.megatron_fsdp_main_grads_dtype == "fp32"
     memory = memory_under_megatron_fsdp(model, parallel, has_fp32_gradients=has_fp32)
     return plans, size_of_shape(model), memory
@@ -173,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        names = [field.name for field in dataclasses.fields(Parallelism)]
-        parallel = Parallelism(**{name: getattr(options, name) for name in names})
+        fields = dataclasses.fields(Parallelism)
+        parallel = Parallelism(**{field.name: getattr(options, field.name) for field in fields})
         plan = _under_megatron if options.hf is None else _under_fsdp2
         plans, size, memory = plan(options, parallel)
         report = build_report(parallel.stage_size, plans)
@@ -191,8 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(in_flags(str(error)))
     if options.json:
-        figures = {**vars(report), "ranks": [vars(rank) for rank in report.ranks]}
-        lines = [json.dumps(figures)]
+        lines = [json.dumps({**vars(report), "ranks": [vars(rank) for rank in report.ranks]})]
     else:
         lines = [
             *summary(

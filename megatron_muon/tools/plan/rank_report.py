@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times, bytes, memory and calls of a plan by rank."""
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from typing import Any
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.layout import MatrixShape
 from megatron_muon.plan.routes import section_size
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
 from megatron_muon.tools.plan.sizes import SizeCounter, Traffic, messages_to
@@ -84,12 +84,9 @@ def build_report(num_ranks: int, plans: Sequence[ExchangePlan]) -> Report:
         for rank, of_plan in counter.staging().items():
             staging[rank].append(of_plan)
     # Most ranks stage the same.
-    num_bytes = {
-        key: StagingLayout.build(key).num_bytes for key in set(map(tuple, staging.values()))
-    }
+    layout_of = functools.cache(StagingLayout.build)
     for report in ranks:
-        if report.rank in staging:
-            report.staging_bytes = num_bytes[tuple(staging[report.rank])]
+        report.staging_bytes = layout_of(tuple(staging[report.rank])).num_bytes
         report.spans = timeline(report.local_ns, report.rounds)
         report.step_ns = round(max((span.end for span in report.spans), default=0))
         rounds = [*itertools.chain(*report.rounds)]
@@ -183,19 +180,6 @@ def messages_ns(cost: CostModel, on_node_bytes: int, off_node_bytes: int) -> int
     return round(on_node_bytes / cost.gbps + off_node_bytes / cost.gbps_between_nodes)
 
 
-def stack_ns(
-    cost: CostModel,
-    num_matrices: int,
-    shape: MatrixShape,
-    num_parts: int = 1,
-    *,
-    on_node: bool = True,
-) -> int:
-    """Estimate one call of Newton-Schulz; other arguments as for ``newton_schulz_ns()``."""
-    products, launches, all_reduces = cost.costs_ns(*shape, num_parts, on_node=on_node)
-    return num_matrices * products + launches + all_reduces
-
-
 def _add_calls(
     ranks: Sequence[RankReport], plan: ExchangePlan, indices: Sequence[int]
 ) -> Counter[int]:
@@ -211,9 +195,10 @@ def _add_calls(
             part = stack[0]
             shape = plan.matrices[part.matrix].blocks[part.block]
             on_node = plan.cost.is_on_one_node(part.owners)
-            times_ns[rank] += stack_ns(
-                plan.cost, len(stack), shape, len(part.owners), on_node=on_node
+            products, launches, all_reduces = plan.cost.costs_ns(
+                *shape, len(part.owners), on_node=on_node
             )
+            times_ns[rank] += len(stack) * products + launches + all_reduces
             # As Backend.workspace_bytes in a run.
             num_stacks, num_squares = BACKENDS[plan.cost.backend].workspace
             num_elements = num_stacks * sum(each.num_rows * each.num_cols for each in stack)

@@ -102,13 +102,12 @@ class Parallelism:
 def simulate(
     model: ModelShape,
     parallel: Parallelism,
-    settings: PlanSettings | None = None,
-    *,
-    splits: Splits | None = None,
+    settings: PlanSettings,
+    splits: Splits,
 ) -> list[ExchangePlan]:
     """Plan every domain of a job as a live run would.
 
-    Small domains, such as experts, come first. ``splits`` None splits query, key and value.
+    Small domains, such as experts, come first.
 
     Raises:
         ValueError: Experts or layers do not divide.
@@ -118,14 +117,14 @@ def simulate(
             f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}. "
             "Change --ep or --num-experts."
         )
-    dense, experts = model.stage(parallel.pp, parallel.ep, splits or Splits())
+    dense, experts = model.stage(parallel.pp, parallel.ep, splits)
     # As in a run: matrices of the same ranks and replicas share a plan.
     matrices: dict[Replicas, list[MatrixLayout]] = defaultdict(list)
     for parameters, is_expert in ((experts, True), (dense, False)):
-        for rank_grid in _rank_grids(parallel, is_expert) if any(parameters) else ():
+        for rank_grid in _rank_grids(parallel, is_expert):
             for replicas, matrix in _matrices(parameters, rank_grid, parallel, is_expert=is_expert):
                 matrices[replicas].append(matrix)
-    return plan_all(matrices, settings or PlanSettings())
+    return plan_all(matrices, settings)
 
 
 def plan_all(
@@ -169,7 +168,7 @@ def _matrices(
     copies = [[[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]]]
     for layer, parameters in enumerate(parameters_by_layer):
         shapes = tuple(_local_shape(parameter, len(rank_grid)) for parameter in parameters)
-        size, begins = unit_buffer(shapes, len(holders[0])) if shapes else (0, [])
+        size, begins = unit_buffer(shapes, len(holders[0]))
         for parameter, shape, begin in zip(parameters, shapes, begins, strict=True):
             if len(shape) != 2:
                 continue
@@ -236,7 +235,7 @@ def unit_buffer(shapes: tuple[Shape, ...], num_shards: int) -> tuple[int, list[i
         ``rows_in_buffer()``.
     """
     sizes, rows = [math.prod(shape) for shape in shapes], [math.prod(shape[1:]) for shape in shapes]
-    unit_size = max(rows)
+    unit_size = max(rows, default=1)
     for size, row in sorted(zip(sizes, rows, strict=True), key=lambda pair: -pair[1]):
         # A parameter smaller than a unit never crosses a shard border.
         if size >= unit_size and unit_size % row:

@@ -84,14 +84,14 @@ def build_model(config: Any) -> torch.nn.Module:  # noqa: ANN401 - a class of tr
 
 
 def plan_choices(
-    choices: Sequence[Choice], parallel: Parallelism, settings: PlanSettings | None = None
+    choices: Sequence[Choice], parallel: Parallelism, settings: PlanSettings
 ) -> list[ExchangePlan]:
     """Plan the matrices of Muon on ``dp`` ranks; as in a run, ``hsdp`` ranks hold the same rows.
 
     Args:
         choices: The parameters of a model, see ``choose()``.
         parallel: Numbers of ranks and of replicas.
-        settings: Numbers of the plans; None for the defaults.
+        settings: Numbers of the plans.
     """
     num_shards = parallel.dp // parallel.hsdp
     ranks = torch.arange(parallel.dp).view(parallel.hsdp, num_shards)
@@ -114,7 +114,7 @@ def plan_choices(
                 rank=-1,
             )
             matrices[domain] += [matrix for matrix, _ in found]
-    return plan_all(matrices, settings or PlanSettings())
+    return plan_all(matrices, settings)
 
 
 def count(

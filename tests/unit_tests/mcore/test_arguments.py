@@ -82,6 +82,21 @@ REFUSALS = [
     # Megatron-FSDP turns the flag on itself; it does not mean the layer-wise optimizer here.
     (("--use-distributed-optimizer",), "accepted"),
 ]
+# They do nothing without Megatron-FSDP.
+OWN_FLAGS = [
+    ("--muon-fsdp-comm-dtype", "fp32"),
+    ("--muon-fsdp-staging-bytes", "1"),
+    ("--muon-fsdp-max-owners", "4"),
+    ("--muon-fsdp-cost-model", "gbps=1"),
+    ("--muon-fsdp-newton-schulz", "gram"),
+    ("--muon-fsdp-log-plan",),
+    ("--muon-fsdp-offload-momentum",),
+    ("--muon-fsdp-log-metrics",),
+    ("--muon-split-glu",),
+    ("--muon-split-mla",),
+    ("--muon-split-qkv-per-head",),
+    ("--moe-router-skip-muon",),
+]
 # Whole command lines of two ranks. Without Megatron-FSDP, upstream's own refusals still speak, and
 # flags of this package would do nothing.
 LINES = {
@@ -91,9 +106,13 @@ LINES = {
     tuple(toy_gpt("--ckpt-format", "fsdp_dtensor")): (
         "--ckpt-format fsdp_dtensor is only tested with Megatron FSDP."
     ),
-    tuple(toy_gpt("--muon-split-glu")): (
-        "--muon-split-glu: expected --use-megatron-fsdp with --optimizer muon or adaptive_muon"
-    ),
+    **{
+        tuple(toy_gpt(*flags)): f"{flags[0]}: expected --use-megatron-fsdp with --optimizer muon "
+        "or adaptive_muon, got --optimizer muon"
+        for flags in OWN_FLAGS
+    },
+    # The default.
+    tuple(toy_gpt("--muon-fsdp-max-owners", "8")): "accepted, optimizer muon",
     tuple(f for f in fsdp_toy_gpt("optim", *HSDP) if not f.startswith("--overlap")): (
         "HSDP without --overlap-grad-reduce: Megatron-FSDP then never reduces gradients"
     ),

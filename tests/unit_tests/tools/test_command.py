@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.commands import run_command
 
+from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.tools.plan.command import main
 from megatron_muon.tools.plan.model_shape import PRESETS
@@ -110,6 +111,7 @@ def test_limit_that_is_kept_is_not_refused(capsys):
         dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=4),
         Parallelism(dp=8, ep=4),
         PlanSettings(staging_bytes=needed),
+        Splits(),
     )
     assert needed < 2 * max(plan.staging_bytes for plan in plans)
 

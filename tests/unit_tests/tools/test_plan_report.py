@@ -29,7 +29,6 @@ from megatron_muon.tools.plan.rank_report import (
     all_gather_ns,
     build_report,
     messages_ns,
-    stack_ns,
 )
 from megatron_muon.tools.plan.simulation import Parallelism, simulate, unit_buffer
 from megatron_muon.tools.plan.sizes import fullest_bytes, messages_to
@@ -132,7 +131,7 @@ def test_rounds_have_the_times_of_rows_results_and_newton_schulz():
         rows, results = (
             messages_ns(cost, 512 * width * inside, 512 * width * outside) for width in (4, 2)
         )
-        newton_schulz = stack_ns(cost, 1, (550, 512)) if rank is owner else 0
+        newton_schulz = sum(cost.costs_ns(550, 512, 1, on_node=True)) if rank is owner else 0
         assert rank.rounds == [[Round(rows, results, newton_schulz)]]
         assert rank.step_ns >= rows + results
 
@@ -215,7 +214,7 @@ def test_newton_schulz_waits_for_rows_and_results_for_newton_schulz(tmp_path, ca
 def test_preview_plans_what_a_run_plans(numbers):
     """A preview has the plan of a run, where each rank plans with what it knows."""
     model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=2)
-    *of_experts, dense = simulate(model, Parallelism(dp=8, ep=2), numbers)
+    *of_experts, dense = simulate(model, Parallelism(dp=8, ep=2), numbers, Splits())
     assert [plan.ranks for plan in of_experts] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     for expected in (*of_experts, dense):
         plan = plan_matrices(expected.matrices, numbers.staging_budget(2), fullest_bytes)
