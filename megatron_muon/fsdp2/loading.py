@@ -22,6 +22,7 @@ from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.tensors import are_same, sharding_of
 from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
+from megatron_muon.step.whole_matrix import STEP_OF_ALL, STEP_OF_OWNER
 
 _THROUGH_DCP = "Load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
 type Followed = Sequence[weakref.ref[torch.Tensor]]
@@ -64,13 +65,27 @@ def arrange_state(
     groups = []
     for number, (group, algorithm) in enumerate(zip(own_groups, algorithms, strict=True)):
         values, num_problems = group, len(problems)
+        is_owned = algorithm == "muon" and settings["optimizer_class"] is not None
         for param in group["params"]:
             key, values = saved_params.get(names[param], (None, {}))
             saved = state_dict["state"].get(key, {})
-            current = {k: v for k, v in fresh.get(param, {}).items() if k in _MUON_KEYS}
+            current = {
+                key: value
+                for key, value in fresh.get(param, {}).items()
+                if key in _MUON_KEYS or (is_owned and key != MAIN_PARAM)
+            }
             # From a flat state torch makes empty dictionaries of missing entries.
-            loaded = {k: _placed(k, v, param, values) for k, v in saved.items() if v != {}}
-            problem = _problem(param, algorithm, current, loaded, _THROUGH_DCP)
+            loaded = {
+                key: _placed(key, value, param, values, keeps_dtype=is_owned)
+                for key, value in saved.items()
+                if not isinstance(value, dict)
+            }
+            if is_owned:
+                # Of the state of all owners this rank takes its own.
+                loaded = {k: v for k, v in loaded.items() if k in current or k == MAIN_PARAM}
+                problem = _owned_problem(current, loaded)
+            else:
+                problem = _problem(param, algorithm, current, loaded, _THROUGH_DCP)
             # Without a gradient a parameter of AdamW has no state. torch's checkpoints leave out
             # parameters that were frozen since.
             has_none = not saved and not param.requires_grad
@@ -101,17 +116,34 @@ def arrange_state(
     return state, groups, problems
 
 
-def _placed(key: str, value: Any, param: torch.Tensor, group: Group) -> Any:  # noqa: ANN401
+def _owned_problem(current: Group, saved: Group) -> str | None:
+    """Describe a mismatch of the state of owned matrices, or return None."""
+    if missing := sorted(current.keys() - saved.keys()):
+        return f"expected {missing} of matrices that this rank owns, got none. {_THROUGH_DCP}"
+    for key, like in current.items():
+        if key.endswith(STEP_OF_OWNER) and saved[key] != saved[STEP_OF_ALL]:
+            return (
+                f"expected {key} of the step that saved, got another, as with full_state_dict, "
+                "which keeps what one rank owns. Save and load the state without it"
+            )
+        own, other = sharding_of(like), sharding_of(saved[key])
+        if isinstance(like, torch.Tensor) and own != other:
+            return f"expected {key} of {own}, got {other}. {_THROUGH_DCP}"
+    return None
+
+
+def _placed(key: str, value: Any, param: torch.Tensor, group: Group, *, keeps_dtype: bool) -> Any:  # noqa: ANN401
     """Return a value of a state where its optimizer has it, as torch's load does.
 
     Momentum and copies of Muon keep their dtypes.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if key == "step":
+    if key == "step" and not keeps_dtype:
         is_read_there = group.get("fused") or group.get("capturable")
         return value.to(param.device, torch.float32) if is_read_there else value
-    return value.to(param.device, value.dtype if key in _OF_MUON else param.dtype)
+    keeps_dtype |= key in _OF_MUON
+    return value.to(param.device, value.dtype if keeps_dtype else param.dtype)
 
 
 def _saved_params(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:

@@ -131,7 +131,9 @@ class Muon(torch.optim.Optimizer):
         arguments = MuonArguments(**self._options)
         self._settings = {**vars(arguments), "algorithm": "muon"}
         arguments.check()
-        self._defaults = defaults
+        own = arguments.group_defaults(defaults["muon"])
+        self._settings["keys"] = (*own,)
+        self._defaults = defaults = {**defaults, "muon": own}
         # torch refuses an empty list, as of a pipeline stage.
         super().__init__(list(params) or [{"params": []}], {**defaults["muon"]})
 
@@ -183,7 +185,7 @@ class Muon(torch.optim.Optimizer):
                 [*planned_parameters(self._groups("muon"))], replicas, tensor_group
             )
             wrong = parameter_problems(type(self), parameters, rows_device)
-            step = MuonStep(
+            step = arguments.step_class(
                 [self._matrices],
                 parameters,
                 arguments.settings,
@@ -317,6 +319,8 @@ class Muon(torch.optim.Optimizer):
             self._matrices.state = defaultdict(dict, state)
             self.state = self._matrices.state if self._has_state else defaultdict(dict)
             self._is_changing = False
+            if self._has_state:
+                step.use_loaded()
             step.removed.clear()
             self._agreement.forget()
         call_post_hooks(self)

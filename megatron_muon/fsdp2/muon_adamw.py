@@ -171,8 +171,9 @@ class MuonAdamW(Muon):
         """Add a group, until the first step or load of a state; see ``Muon.add_param_group()``."""
         super().add_param_group(param_group)
         if (algorithm := self.algorithms[-1]) != "muon":
-            # A default that is there for schedules, see _others().
-            del param_group["momentum"]
+            # Defaults of matrices, and momentum, which is there for schedules: see _others().
+            for key in self.defaults.keys() - self._defaults[algorithm].keys():
+                del param_group[key]
             # The optimizer of the algorithm checks values, and adds its other keys.
             self._inner.pop(algorithm, None)
             self._others()

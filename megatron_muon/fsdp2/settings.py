@@ -4,16 +4,18 @@
 
 import difflib
 import functools
+import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from emerging_optimizers import registry
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from emerging_optimizers.utils import FP32MatmulPrecT
 
@@ -28,8 +30,9 @@ from megatron_muon.step.elementwise import (
     scale_function,
 )
 from megatron_muon.step.matrix_step import StepSettings
-from megatron_muon.step.muon_step import MuonSettings
+from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.second_moments import SecondMoments, method_problems
+from megatron_muon.step.whole_matrix import WholeMatrices, WholeMatrixStep
 
 # Keys of other optimizers, such as torch.optim.Muon, dion, xtuner and nanochat, with their names
 # here.
@@ -94,6 +97,7 @@ def key_problems(
                 "Pass another"
             )
         is_read = key in _READ[algorithm] or (key == "momentum" and not is_new)
+        is_read |= algorithm == "muon" and key in settings.get("keys", ())
         if is_read or (remedy := _remedy(key, algorithm)) is None:
             continue
         expected = f"no such key in a group of {algorithm}"
@@ -132,6 +136,34 @@ def _remedy(key: str, algorithm: str) -> str | None:
     )
 
 
+# Arguments that other classes than Muon have too, or that ``MuonAdamW`` sets.
+_FOR_ALL_CLASSES = {
+    *("exchange", "process_group", "tensor_group", "check_gradients"),
+    *("optimizer_class", "optimizer_options", "nesterov", "scale_mode"),
+}
+# Packages of emerging-optimizers whose import registers their classes.
+_PACKAGES = (
+    *("orthogonalized_optimizers", "psgd", "riemannian_optimizers", "scalar_optimizers"),
+    "soap",
+)
+
+
+def registered_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return a class of emerging-optimizers by its registered name.
+
+    Raises:
+        ValueError: No class has this name.
+    """
+    for package in _PACKAGES:
+        importlib.import_module(f"emerging_optimizers.{package}")
+    names = registry.get_optimizer_name_list()
+    if name not in names:
+        raise ValueError(
+            f"optimizer_class: expected a class, or one of {sorted(names)}, got {name!r}. Pass one"
+        )
+    return registry.get_optimizer_cls(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MuonArguments:
     """Keyword arguments of ``Muon``, which ``MuonAdamW`` takes too.
@@ -167,6 +199,11 @@ class MuonArguments:
         check_gradients: When a step refuses gradients that are not finite: ``sync``, before
             anything changes, for which the host waits; ``next_step``, in the next step, without a
             wait; ``off``, never. See docs/fsdp2.md.
+        optimizer_class: Steps matrices in place of Muon: a class of optimizers of 2-D tensors, or
+            the registered name of one of emerging-optimizers, such as ``soap``. The owner of a
+            matrix steps the whole of it, and keeps its state (docs/optimizers.md). Other arguments
+            of this class but ``exchange``, groups and ``check_gradients`` are Muon's alone.
+        optimizer_options: Its arguments, but ``lr`` and ``weight_decay``.
 
     Raises:
         TypeError: An unknown argument.
@@ -190,6 +227,35 @@ class MuonArguments:
     momentum_dtype: torch.dtype = torch.float32
     offload_momentum: bool = False
     check_gradients: str = "sync"
+    optimizer_class: str | type[torch.optim.Optimizer] | None = None
+    optimizer_options: Mapping[str, Any] | None = None
+
+    def build_whole(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Build an ``optimizer_class`` of whole matrices, given groups with their settings."""
+        optimizer: Any = self.optimizer_class
+        if isinstance(optimizer, str):
+            optimizer = registered_class(optimizer)
+        parameters = inspect.signature(optimizer).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        common = {
+            key: groups[0][key]
+            for key in ("lr", "weight_decay")
+            if key in groups[0] and (takes_any or key in parameters)
+        }
+        built: torch.optim.Optimizer = optimizer(groups, **common, **(self.optimizer_options or {}))
+        return built
+
+    def group_defaults(self, of_muon: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of groups of matrices, given Muon's."""
+        if self.optimizer_class is None:
+            return dict(of_muon)
+        matrix = torch.nn.Parameter(torch.ones(1, 1))
+        return self.build_whole([{"params": [matrix], **of_muon}]).defaults
+
+    @property
+    def step_class(self) -> type[MuonStep]:
+        """Class of the step of matrices."""
+        return MuonStep if self.optimizer_class is None else WholeMatrixStep
 
     @cached_property
     def moments(self) -> SecondMoments:
@@ -203,16 +269,20 @@ class MuonArguments:
     @property
     def settings(self) -> MuonSettings:
         """Settings of the step."""
+        is_muon = self.optimizer_class is None
         return MuonSettings(
             NewtonSchulzSettings(
                 self.num_ns_steps,
                 self.coefficient_type,
                 # Then rows may be sent in bf16.
-                self.fp32_matmul_prec == "medium" and self.newton_schulz is None,
+                self.fp32_matmul_prec == "medium" and self.newton_schulz is None and is_muon,
                 # Results that are divided element by element are scaled afterwards.
-                scale_function("none", 1.0) if self.moments.is_elementwise else self._scale,
+                self._scale
+                if is_muon and not self.moments.is_elementwise
+                else scale_function("none", 1.0),
                 self.newton_schulz,
                 self.moments.method,
+                None if is_muon else WholeMatrices(self.build_whole, PLANNED),
             ),
             self.exchange or ExchangeSettings(),
             StepSettings(
@@ -222,7 +292,8 @@ class MuonArguments:
                 momentum_dtype=self.momentum_dtype,
                 offload_momentum=self.offload_momentum,
             ),
-            f"{self.scale_mode} {self.extra_scale_factor}",
+            f"{self.scale_mode} {self.extra_scale_factor}, class {self.optimizer_class} "
+            f"{self.optimizer_options}",
         )
 
     def check(self) -> None:
@@ -252,6 +323,13 @@ class MuonArguments:
                 'exchange=ExchangeSettings(newton_schulz="gram") for fewer operations'
             )
         problems += method_problems(self.adaptive, self.weight_decay_method)
+        for field in fields(self) if self.optimizer_class is not None else ():
+            value = getattr(self, field.name)
+            if field.name not in _FOR_ALL_CLASSES and value != field.default:
+                problems.append(
+                    f"{field.name}: expected no argument of Muon with optimizer_class, got "
+                    f"{value!r}. Pass it in optimizer_options, if the class has it"
+                )
         if problems:
             raise ValueError("; ".join(problems))
         settings = self.settings

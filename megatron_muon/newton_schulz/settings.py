@@ -44,6 +44,27 @@ class StackMethod(Protocol):
         """
 
 
+class MatrixOwner(Protocol):
+    """Steps whole matrices on the rank that owns them, in place of Newton-Schulz.
+
+    Weights and gradients travel to it, in float32, and new weights back.
+    """
+
+    def claim(
+        self, param: "torch.Tensor", name: str, weight: "torch.Tensor", gradient: "torch.Tensor"
+    ) -> Callable[[], None]:
+        """Register a matrix that this rank owns, and return the function that steps it.
+
+        The function does not raise: other ranks wait for its results.
+
+        Args:
+            param: The parameter that it belongs to.
+            name: Name of the matrix, the same on all ranks, whoever owns it.
+            weight: ``(rows, cols)`` float32, memory of the exchange; it is updated in place.
+            gradient: The same for the gradient.
+        """
+
+
 class _Decaying:
     """A second moment that decays, as in emerging-optimizers' ``AdaptiveMuon``.
 
@@ -130,6 +151,7 @@ class NewtonSchulzSettings:
         function: Orthogonalizes stacks of float32 matrices ``(num_matrices, rows, cols)`` in place
             of Newton-Schulz; None for Newton-Schulz.
         method: Changes the results before they are scaled; None for nothing.
+        owner: Steps whole matrices in place of all of it; None for Newton-Schulz.
     """
 
     steps: int
@@ -138,6 +160,7 @@ class NewtonSchulzSettings:
     scale: Scale
     function: "Callable[[torch.Tensor], torch.Tensor] | None" = None
     method: StackMethod | Namo | None = None
+    owner: MatrixOwner | None = None
 
     @property
     def coefficients(self) -> tuple[Coefficients, ...]:

@@ -41,12 +41,15 @@ TABLES = {
     "stay": ("stacks", "results"),
 }
 # Number of a tensor, row and column in it, and the stride of its rows; 0 for the tensor's own
-# stride. Buffers have the number 0, and one row. Shards count from 1 in the order of matrices.
+# stride. Buffers have the number 0, and one row. Shards count from 1 in the order of matrices, and
+# on for the second input of an owner.
 type _Place = tuple[int, int, int, int]
 # Source and target, rows, columns, and the position of the block among all blocks of the plan.
 type Move = tuple[int, ...]
 # Routes with the ranks that they are sent to, or received from.
 type _Routes = list[tuple[int, Route]]
+# Index of an input, route, and its place.
+type _Placed = tuple[int, Route, _Place]
 
 
 class Message(NamedTuple):
@@ -129,6 +132,7 @@ class _Builder:
         """Return messages and moves of a bucket, or of local matrices in one stack."""
         rank, indices = self._rank, sorted(indices)
         parts, num_stacked = _parts(stacks)
+        num_inputs = self._plan.dtypes.num_inputs
         # Other blocks of local matrices are in other stacks.
         routes = [
             route
@@ -141,18 +145,20 @@ class _Builder:
         sends = [(r.owner, r) for r in routes if r.source == rank != r.owner]
         receives = [(r.source, r) for r in routes if r.owner == rank != r.source]
         returns, received, arrivals, num_arrived = self._scatter(routes)
-        gather = Message(_elements(sends), _elements(receives))
+        gather = Message(_elements(sends, num_inputs), _elements(receives, num_inputs))
         scatter = Message(_elements(returns), received)
         sent, num_received, returned = (sum(e.values()) for e in (*gather, scatter.sends))
 
-        def in_stack(route: Route) -> _Place:
+        def in_stack(route: Route, index: int = 0) -> _Place:
             """Return the place of a route in the stack of its part."""
             first, num_cols = parts[route.matrix, route.block]
+            first += index * num_stacked
             return 0, 0, first + route.row * num_cols + route.col, num_cols
 
-        def in_shard(route: Route) -> _Place:
+        def in_shard(route: Route, index: int = 0) -> _Place:
             """Return the place of a route in this rank's shard of the matrix."""
-            return self._number[route.matrix], route.local_row, route.local_col, 0
+            number = self._number[route.matrix] + index * len(self._number)
+            return number, route.local_row, route.local_col, 0
 
         def moves(placed: Iterable[tuple[Route, _Place, _Place]]) -> list[Move]:
             """Return a table of moves, from routes with their sources and targets."""
@@ -165,12 +171,18 @@ class _Builder:
             tuple(stacks),
             gather if self._has_gather(indices) else None,
             scatter,
-            BucketSizes(sent, num_received, num_stacked, returned, num_arrived),
+            BucketSizes(sent, num_received, num_inputs * num_stacked, returned, num_arrived),
             {
-                "pack": moves((r, in_shard(r), at) for r, at in _consecutive(sends)),
-                "keep": moves((r, in_shard(r), in_stack(r)) for r in kept),
-                "unpack": moves((r, at, in_stack(r)) for r, at in _consecutive(receives)),
-                "return": moves((r, in_stack(r), at) for r, at in _consecutive(returns)),
+                "pack": moves(
+                    (r, in_shard(r, i), at) for i, r, at in _consecutive(sends, num_inputs)
+                ),
+                "keep": moves(
+                    (r, in_shard(r, i), in_stack(r, i)) for i in range(num_inputs) for r in kept
+                ),
+                "unpack": moves(
+                    (r, at, in_stack(r, i)) for i, r, at in _consecutive(receives, num_inputs)
+                ),
+                "return": moves((r, in_stack(r), at) for _, r, at in _consecutive(returns)),
                 "arrive": moves((r, at, in_shard(r)) for r, at in arrivals),
                 "stay": moves((r, in_stack(r), in_shard(r)) for r in kept if len(r.holders) == 1),
             },
@@ -238,19 +250,20 @@ def _parts(stacks: Iterable[Stack]) -> tuple[dict[tuple[int, int], tuple[int, in
     return parts, end
 
 
-def _consecutive(message: _Routes) -> Iterator[tuple[Route, _Place]]:
-    """Yield routes in the order of ranks, and their places in a message."""
+def _consecutive(message: _Routes, num_inputs: int = 1) -> Iterator[_Placed]:
+    """Yield routes in the order of ranks and inputs, and their places in a message."""
     first = 0
-    for _, route in sorted(message, key=operator.itemgetter(0)):
-        yield route, (0, 0, first, route.num_cols)
+    placed = [(rank, index, route) for index in range(num_inputs) for rank, route in message]
+    for _, index, route in sorted(placed, key=operator.itemgetter(0, 1)):
+        yield index, route, (0, 0, first, route.num_cols)
         first += route.num_elements
 
 
-def _elements(message: _Routes) -> Counter[int]:
+def _elements(message: _Routes, num_inputs: int = 1) -> Counter[int]:
     """Return the elements of a message by rank."""
     elements: Counter[int] = Counter()
     for rank, route in message:
-        elements[rank] += route.num_elements
+        elements[rank] += num_inputs * route.num_elements
     return elements
 
 

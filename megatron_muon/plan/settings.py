@@ -31,11 +31,13 @@ class CommDtypes:
             ``bfloat16`` loses nothing with any gather dtype. ``float32`` if a method of the
             owner changes them.
         num_norms: Norms per block that a method needs, the norm of the rows sent included.
+        num_inputs: Tensors of a matrix that travel to its owner. Results replace the first.
     """
 
     gather_dtype: DTypeName
     scatter_dtype: DTypeName
     num_norms: int = 0
+    num_inputs: int = 1
 
     @property
     def normalizes(self) -> bool:

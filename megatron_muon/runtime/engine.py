@@ -17,6 +17,7 @@ host never waits. Over gloo they run on its threads.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,8 +91,9 @@ class Engine:
         # The kernel that moves rows is compiled and compared now rather than in a step.
         self._tensors = Tensors(memory, rows_device or device)
         chain, num_handles = Chain(device), len(self.handles)
+        num_inputs = plans[0].dtypes.num_inputs if plans else 1
         ends = itertools.accumulate((len(plan_input.handles) for plan_input in inputs), initial=0)
-        # Handles by plan. Shards of updates of all plans come first, then shards of results.
+        # Handles by plan. Shards of inputs of all plans come first, then shards of results.
         self._by_plan = list(itertools.starmap(slice, itertools.pairwise(ends)))
         self.runners = [
             PlanRunner(
@@ -99,7 +101,10 @@ class Engine:
                 inputs[number],
                 schedule.rank_plans[number],
                 schedule.offsets[number],
-                (Side(torch.float32, own.start), Side(torch.float32, num_handles + own.start)),
+                (
+                    Side(torch.float32, num_inputs * own.start),
+                    Side(torch.float32, num_inputs * num_handles + own.start),
+                ),
                 newton_schulz,
                 parts_groups,
                 self._arena,
@@ -108,23 +113,23 @@ class Engine:
             )
             for number, (plan, own) in enumerate(zip(plans, self._by_plan, strict=True))
         ]
-        self._find_completed()
+        self._find_completed(num_inputs)
         self._workspace_bytes = max((runner.workspace_bytes for runner in self.runners), default=0)
         self.reserve()
         self.release()
         # They are kept after a step: their views serve the next one if it has the same rows.
-        self._updates: Rows | None = None
+        self._inputs: tuple[Rows, ...] = ()
         self._results: Rows | None = None
 
-    def _find_completed(self) -> None:
+    def _find_completed(self, num_inputs: int) -> None:
         """Find the last moves of results to every shard: the order of a step never changes."""
         completed: set[int] = set()
         for kind, plan, number in reversed(self._actions):
             for moves in self.runners[plan].writes(kind, number):
                 targets = dict.fromkeys(move[4] for move in moves.moves)
-                # Shards of results come after all shards of updates, which count from 1.
+                # Shards of results come after all shards of inputs, which count from 1.
                 moves.completed = [
-                    self.handles[target - 1 - len(self.handles)]
+                    self.handles[target - 1 - num_inputs * len(self.handles)]
                     for target in targets
                     if target not in completed
                 ]
@@ -160,7 +165,10 @@ class Engine:
 
     @torch.no_grad()
     def orthogonalize(
-        self, updates: Rows, results: Rows, overlap_fn: Callable[[], None] | None = None
+        self,
+        updates: Rows | tuple[Rows, ...],
+        results: Rows,
+        overlap_fn: Callable[[], None] | None = None,
     ) -> Iterator[list[Handle]]:
         """Orthogonalize all matrices, and yield handles as their results arrive.
 
@@ -171,7 +179,7 @@ class Engine:
             updates: By handle, this rank's rows of the matrices, ``(local_rows, cols)`` float32.
                 They must stay as they are until the handle is yielded. Views of both are created
                 again only where one is another dictionary than in the step before: call
-                ``forget()`` to drop them.
+                ``forget()`` to drop them. With an owner, weights and gradients.
             results: By handle, the rows that receive the scaled result, of the same shape and
                 dtype. They may be the memory of the updates: all rows of a handle have been read
                 when its first result comes.
@@ -183,12 +191,15 @@ class Engine:
         self._wait_for_leftovers()
         # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
-        if updates is not self._updates or results is not self._results:
-            shards = [updates[handle] for handle in self.handles]
-            self._tensors.bind([*shards, *(results[handle] for handle in self.handles)])
+        inputs = updates if isinstance(updates, tuple) else (updates,)
+        if results is not self._results or not all(map(operator.is_, inputs, self._inputs)):
+            shards: list[torch.Tensor] = []
             for runner, own in zip(self.runners, self._by_plan, strict=True):
-                runner.norms.bind(shards[own])
-            self._updates, self._results = updates, results
+                of_plan = [[rows[handle] for handle in self.handles[own]] for rows in inputs]
+                runner.norms.bind(of_plan[0])
+                shards += itertools.chain(*of_plan)
+            self._tensors.bind([*shards, *(results[handle] for handle in self.handles)])
+            self._inputs, self._results = inputs, results
         self._tensors.update()
         for runner in self.runners:
             # fp32 rows are not normalized before they are sent.
@@ -223,7 +234,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop the rows of the last step, whose memory is the caller's."""
-        self._updates = self._results = None
+        self._inputs, self._results = (), None
         self._tensors.bind(())
         for runner in self.runners:
             runner.norms.bind(())

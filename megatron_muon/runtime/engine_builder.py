@@ -160,6 +160,8 @@ def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> Plan
         dtypes = dataclasses.replace(dtypes, scatter_dtype="float32")
     # Both are called with whole matrices.
     is_whole = isinstance(method, StackMethod) or newton_schulz.function is not None
+    if newton_schulz.owner is not None:
+        is_whole, dtypes = True, dataclasses.replace(dtypes, num_inputs=2)
     return dataclasses.replace(plan, dtypes=dtypes, max_owners=1 if is_whole else plan.max_owners)
 
 

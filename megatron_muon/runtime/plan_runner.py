@@ -138,6 +138,7 @@ class PlanRunner:
             for shape in matrix.blocks
         ]
         self.in_flight: dict[tuple[str, int], dist.Work | None] = {}
+        self._params = plan_input.params
         self.buckets = list(map(self._bucket, (*rank_plan.buckets, *rank_plan.local), offsets))
 
     def _bucket(self, bucket: RankBucket, offsets: BucketSizes) -> _Bucket:
@@ -174,11 +175,13 @@ class PlanRunner:
 
     def _tasks_of(self, stacks: Sequence[Stack], memory: torch.Tensor) -> Iterator[StackTask]:
         """Yield the orthogonalizations of stacks, which are end to end in memory."""
-        first = 0
+        num_inputs = self.plan.dtypes.num_inputs
+        first, inputs = 0, memory.view(num_inputs, len(memory) // num_inputs)
+        owner = self._newton_schulz.owner
         for stack in stacks:
-            part, index = stack[0], None
+            part, index, step = stack[0], None, None
             shape = (len(stack), part.num_rows, part.num_cols)
-            tensor = memory[first : first + math.prod(shape)].view(shape)
+            tensor, *others = inputs[:, first : first + math.prod(shape)].unflatten(1, shape)
             first += stack_elements(stack)
             if self.moments is not None and self.moments.by_owner:
                 index = self.moments.claim(stack)
@@ -188,7 +191,13 @@ class PlanRunner:
                 self.plan.dtypes.normalizes,
                 self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
-            yield StackTask(tensor, BACKENDS[self.plan.cost.backend], args, index)
+            if owner is not None:
+                matrix = self.plan.matrices[part.matrix]
+                name = matrix.name + f" block {part.block}" * (len(matrix.blocks) > 1)
+                param = self._params[part.matrix]
+                assert param is not None, "ranks of a domain have its parameters"
+                step = owner.claim(param, name, *(one[0] for one in (tensor, *others)))
+            yield StackTask(tensor, BACKENDS[self.plan.cost.backend], args, index, step)
 
     def _message(
         self, message: Message | None, sends: torch.Tensor, receives: torch.Tensor

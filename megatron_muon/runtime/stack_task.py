@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz of one stack, and a method on its results."""
+"""Newton-Schulz of one stack and a method on its results, or the step of an owner."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,15 +23,20 @@ class StackTask:
         backend: Backend of Newton-Schulz.
         args: Arguments of the backend.
         state_index: Indices of a method's state among all values of the plan; None without one.
+        step: Steps the matrix in place of all of it; None for Newton-Schulz.
     """
 
     tensor: torch.Tensor
     backend: Backend
     args: NewtonSchulzArgs
     state_index: torch.Tensor | None = None
+    step: Callable[[], None] | None = None
 
     def run(self) -> None:
         """Replace the matrices by their results."""
+        if self.step is not None:
+            self.step()
+            return
         # Stacks run one after the other: results of all would need as much memory again. The copy
         # makes results of tall matrices, which are transposed views, contiguous. The input has the
         # dtype in which rows were sent; results may need a wider one.

@@ -17,4 +17,5 @@ Files, each importing only those above it::
     second_moments  second moments in the state, and their part of a step
     metrics         norms of a step
     muon_step       MuonStep
+    whole_matrix    optimizers of whole matrices, which owners step in place of Muon
 """

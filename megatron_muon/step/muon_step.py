@@ -117,6 +117,7 @@ class MuonStep:
     ) -> None:
         self.optimizers, self.device = list(optimizers), device
         self._step, self._moments = settings.step, moments
+        self._owner = settings.newton_schulz.owner
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
         if dist.is_initialized():
             # The collectives that follow depend on these settings.
@@ -149,32 +150,43 @@ class MuonStep:
         on_all_ranks(lambda: self._build(rows_device or device), settings.exchange, device)
 
     def _build(self, rows_device: torch.device) -> None:
-        """Lay out the memory of a step, and create state.
-
-        For every parameter on every rank, empty shards included: ranks that hold different sets of
-        state hang Megatron-FSDP's save, and checkpoints need no step to make state.
-        """
-        self._matrix_step = MatrixStep(
-            {param: i for i, group in enumerate(self._groups()) for param in group["params"]},
-            self.engine,
-            self._step,
-            rows_device,
-        )
+        """Lay out the memory of a step, and create state."""
+        self._matrix_step = self._make_matrix_step(rows_device)
         self._main_params = MainParams(self._params)
         self._optimizer_of: dict[torch.Tensor, torch.optim.Optimizer] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 self._optimizer_of |= dict.fromkeys(group["params"], optimizer)
-                optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
+                self._init_group(optimizer, group)
         self._moment_hooks = self._moments.attach(
             self._matrix_step, self.plan_inputs, self._state_of
         )
         self.record_metrics(is_on=False)
-        self.complete_state(self._states())
         self.removed: set[torch.Tensor] = set()
+        self._create_state()
+
+    def _create_state(self) -> None:
+        """Create state.
+
+        For every parameter on every rank, empty shards included: ranks that hold different sets of
+        state hang Megatron-FSDP's save, and checkpoints need no step to make state.
+        """
+        self.complete_state(self._states())
         # Sharding of the state by parameter, and references to its tensors in the last step.
         self._stored = {param: self._shards_of(own) for param, own in self._states().items()}
         self._followed: list[Any] = []
+
+    def _make_matrix_step(self, rows_device: torch.device) -> Any:  # noqa: ANN401 - of a subclass
+        return MatrixStep(
+            {param: i for i, group in enumerate(self._groups()) for param in group["params"]},
+            self.engine,
+            self._step,
+            rows_device,
+        )
+
+    def _init_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Create momentum of a group."""
+        optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
 
     def _state_of(self, position: int) -> dict[str, Any]:
         param = self._matrix_step.params[position]
@@ -204,6 +216,8 @@ class MuonStep:
         return {
             key: sharding_of(value, *(of_momentum if key == "momentum_buffer" else _MEMORY))
             for key, value in values.items()
+            # Optimizers of whole matrices count steps in numbers.
+            if not isinstance(value, int | float)
         }
 
     def follow_state(self) -> list[str]:
@@ -236,6 +250,9 @@ class MuonStep:
         self.complete_state(states)
         self._followed = [weakref.ref(state[key]) for state, key in places]
         return []
+
+    def use_loaded(self) -> None:
+        """Prepare a state that was loaded; nothing to do for Muon's."""
 
     def publish_moments(self) -> None:
         """Copy second moments into the optimizer state, before a save."""
@@ -348,24 +365,17 @@ class MuonStep:
             without: Parameters without a gradient on any rank. They keep value and state.
             overlap_fn: Called once, when the first rows are in transit.
         """
-        params = self._matrix_step.params
         self.removed.clear()
         # Read in every step: loading replaces them.
-        states = [self._optimizer_of[param].state[param] for param in params]
-        weights: list[Any] = params
-        if self._main_params.params:
-            weights = [state.get(MAIN_PARAM, p) for state, p in zip(states, params, strict=True)]
+        states = list(map(self._state_of, range(len(self._matrix_step.params))))
         if self._moments.method is not None:
             self._moments.follow(self._states())
         try:
             with self._moments.preserve(without):
                 self._matrix_step.step(
                     self._groups(),
-                    list(map(local_tensor, weights)),
-                    [
-                        None if param.grad is None or param in without else local_tensor(param.grad)
-                        for param in params
-                    ],
+                    self._weights(),
+                    self._grads(without),
                     [local_tensor(state["momentum_buffer"]) for state in states],
                     overlap_fn,
                 )
@@ -374,6 +384,21 @@ class MuonStep:
             self._matrix_step.staging.synchronize()
         if self._main_params.params:
             self._main_params.install(self._states())
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Return local float32 weights by position of the step."""
+        weights: list[Any] = self._matrix_step.params
+        if self._main_params.params:
+            pairs = enumerate(weights)
+            weights = [self._state_of(i).get(MAIN_PARAM, param) for i, param in pairs]
+        return list(map(local_tensor, weights))
+
+    def _grads(self, without: Collection[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return local gradients by position of the step."""
+        return [
+            None if param.grad is None or param in without else local_tensor(param.grad)
+            for param in self._matrix_step.params
+        ]
 
 
 def _log_plans(plans: Sequence[ExchangePlan]) -> None:

@@ -167,3 +167,41 @@ def orthogonalized(
 def normalized_bf16(matrix: torch.Tensor) -> torch.Tensor:
     """Divide by the float64 norm and round to bf16: where "medium" precision starts."""
     return float64_normalize(matrix, 2, (-2, -1), least_norm()).bfloat16()
+
+
+class WholeOptimizer:
+    """An optimizer of whole matrices, one for each parameter.
+
+    Args:
+        parameters: With their whole values.
+        build: Builds it from matrices.
+    """
+
+    def __init__(self, parameters: Sequence[Any], build: Callable[..., Any]) -> None:
+        self._parameters = parameters
+        self._matrices = [
+            [torch.nn.Parameter(part) for part in _parts(each, each.whole)] for each in parameters
+        ]
+        self._optimizers = [build(matrices) for matrices in self._matrices]
+
+    def step(self, grads: Sequence[torch.Tensor]) -> None:
+        for each, matrices, grad in zip(self._parameters, self._matrices, grads, strict=True):
+            for matrix, part in zip(matrices, _parts(each, grad), strict=True):
+                matrix.grad = part
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def wholes(self) -> list[torch.Tensor]:
+        """Return the whole value of each parameter."""
+        pairs = zip(self._parameters, self._matrices, strict=True)
+        return [_joined(each, matrices) for each, matrices in pairs]
+
+    def differences(self) -> list[str]:
+        """List the parameters of which this rank's part is another."""
+        return [
+            f"weight.{number}"
+            for number, (each, whole) in enumerate(
+                zip(self._parameters, self.wholes(), strict=True)
+            )
+            if not torch.equal(getattr(each.param, "_local_tensor", each.param), each.own(whole))
+        ]

@@ -1,0 +1,321 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of whole matrices on shards: every registered one, beside itself on whole ones."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from emerging_optimizers import registry
+from emerging_optimizers.utils.sinkhorn_mapper import SinkhornMapper
+from helpers.device import init_group, kind
+from helpers.fsdp2_models import (
+    FSDP2,
+    Sharded,
+    draw_grads,
+    drawn,
+    error_of,
+    load_state,
+    local,
+    mixed_model,
+    save_state,
+)
+from helpers.ranks import cached_cases, run_ranks
+from helpers.whole_matrices import WholeOptimizer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
+from megatron_muon.fsdp2.settings import registered_class
+
+pytestmark = pytest.mark.ranks
+
+# Options of the classes that need some, or that would not tell much without.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adaptive_muon": {"momentum": 0.9, "moment2_method": "namo"},
+    "muon_hyperball": {"hyperball_radius": 3.0},
+    "oblique_sgd": {"dim": 1},
+    "soap": {"max_update_rms": 0.5},
+}
+registered_class("soap")
+NAMES = registry.get_optimizer_name_list()
+
+
+class Halving(torch.optim.Optimizer):
+    """A user's class: it replaces tensors, counts steps in an attribute, and has nested state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["sums"] = {"rows": p.new_zeros(len(p)), "cols": p.new_zeros(p.shape[1])}
+                state["sums"]["rows"] += p.grad.sum(1)
+                state["sums"]["cols"] = state["sums"]["cols"] + p.grad.sum(0)
+                scale = group["lr"] / self.num_steps
+                p.data = p.data - scale * state["sums"]["rows"][:, None] * state["sums"]["cols"]
+
+
+class Fussy(Halving):
+    """A user's class that refuses a matrix."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        if any(len(p) == 5 for p in self.param_groups[0]["params"]):
+            raise ValueError("no five rows")
+
+
+class Failing(Halving):
+    """A user's class that raises on the owner of one matrix, in its second step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if self.num_steps == 2 and any(len(p) == 5 for p in self.param_groups[0]["params"]):
+            raise ValueError("no convergence")
+
+
+def _build(
+    parameters: Sequence[Sharded], optimizer_class: Any, options: dict[str, Any]
+) -> tuple[Muon, WholeOptimizer]:
+    """Return an optimizer of shards, and the class itself on whole matrices."""
+    if optimizer_class == "sinkhorn_muon":
+        for each in parameters:
+            each.whole = SinkhornMapper()(each.whole.abs())
+            local(each.param.detach()).copy_(each.own(each.whole))
+    groups = [{"params": [(f"weight.{i}", x.param)], **x.keys} for i, x in enumerate(parameters)]
+    arguments = parameters[0].arguments if parameters else {}
+    # Of the same weight decay, which the constructor gives to groups.
+    arguments |= {"optimizer_class": optimizer_class, "optimizer_options": options}
+    optimizer = Muon(groups, lr=0.02, weight_decay=0.1, **arguments)
+    whole_class = optimizer_class
+    if isinstance(whole_class, str):
+        whole_class = registry.get_optimizer_cls(whole_class)
+    options = {**options, "lr": 0.02}
+    if optimizer_class not in ("scion", Halving, Failing, Fussy):
+        options["weight_decay"] = 0.1
+    return optimizer, WholeOptimizer(parameters, partial(whole_class, **options))
+
+
+def _step(parameters: Sequence[Sharded], optimizers: Sequence[Any], steps: Sequence[int]) -> None:
+    for step in steps:
+        grads = [drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters)]
+        for each, grad in zip(parameters, grads, strict=True):
+            each.set_grad(grad)
+        for optimizer in optimizers:
+            optimizer.step(*([grads] if isinstance(optimizer, WholeOptimizer) else []))
+
+
+def _differ(layout: str, size: int, optimizer_class: Any, **options: Any) -> list[str]:
+    """Step three times, and return the values that differ from whole matrices."""
+    parameters = FSDP2[size][layout]()
+    # No reference draws the noise of one matrix after the other in this order.
+    randn = torch.randn
+    noise = mock.patch.multiple(
+        torch,
+        randn_like=torch.ones_like,
+        randn=lambda *args, **key: (randn if "generator" in key else torch.ones)(*args, **key),
+    )
+    with noise if optimizer_class == "psgd_pro" else contextlib.nullcontext():
+        optimizer, whole = _build(parameters, optimizer_class, options)
+        _step(parameters, [optimizer, whole], range(3))
+    return whole.differences()
+
+
+def _refuse(optimizer_class: Any, **options: Any) -> str:
+    return error_of(_build, FSDP2[3]["uneven"](), optimizer_class, options)
+
+
+def _fail() -> list[Any]:
+    """Step with a class that raises on one owner, and once more."""
+    parameters = FSDP2[3]["uneven"]()
+    optimizer, _ = _build(parameters, Failing, {})
+    _step(parameters, [optimizer], [0])
+    return [error_of(_step, parameters, [optimizer], [step]) for step in (1, 2)]
+
+
+def _miss() -> bool:
+    """Step where a matrix has no gradient; value and state stay."""
+    parameters = FSDP2[3]["uneven"]()
+    optimizer, _ = _build(parameters, "soap", {})
+    _step(parameters, [optimizer], [0])
+    param = parameters[0].param
+
+    def kept() -> list[Any]:
+        state = optimizer.state_dict()["state"][0].values()
+        return [local(each).clone() for each in (param.detach(), *state) if torch.is_tensor(each)]
+
+    before = kept()
+    for each in parameters[1:]:
+        each.draw_grad(7)
+    param.grad = None
+    optimizer.step()
+    return all(map(torch.equal, before, kept()))
+
+
+def _load_full() -> str:
+    """Load a state that torch has collected on rank 0, where no state of other owners is."""
+    state, optimizer = {}, None
+    for step in (2, 0):
+        parameters = FSDP2[3]["uneven"]()
+        model = nn.ParameterList(each.param for each in parameters)
+        optimizer, _ = _build(parameters, "soap", {})
+        _step(parameters, [optimizer], range(step))
+        if step:
+            options = StateDictOptions(full_state_dict=True)
+            state = get_optimizer_state_dict(model, optimizer, options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    return error_of(partial(set_optimizer_state_dict, options=options), model, optimizer, state)
+
+
+def _reset() -> list[str]:
+    """Remove all state on all ranks after two steps, and go on as a new optimizer."""
+    parameters = FSDP2[3]["fused"]()
+    optimizer, whole = _build(parameters, "soap", {})
+    _step(parameters, [optimizer, whole], range(2))
+    optimizer.state.clear()
+    for each, value in zip(parameters, whole.wholes(), strict=True):
+        each.whole = value
+    whole = WholeOptimizer(parameters, partial(registered_class("soap"), lr=0.02, weight_decay=0.1))
+    _step(parameters, [optimizer, whole], range(2, 4))
+    return whole.differences()
+
+
+LAYOUTS = {3: ("uneven", "columns", "experts", "fused", "transposed"), 4: (*FSDP2[4],)}
+EQUAL: dict[int, dict[str, Callable[[], Any]]] = {
+    size: {
+        f"soap {layout}": partial(_differ, layout, size, "soap", max_update_rms=0.5)
+        for layout in layouts
+    }
+    for size, layouts in LAYOUTS.items()
+}
+EQUAL[3] |= {name: partial(_differ, "uneven", 3, name, **OPTIONS.get(name, {})) for name in NAMES}
+EQUAL[3] |= {"class of a user": partial(_differ, "fused", 3, Halving), "reset": _reset}
+REFUSED: dict[str, tuple[Callable[[], str], str]] = {
+    "name": (partial(_refuse, "sope"), "optimizer_class: expected a class, or one of"),
+    "option": (partial(_refuse, "soap", beta=1), "unexpected keyword argument 'beta'"),
+    "matrix": (partial(_refuse, Fussy), "weight.1: ValueError: no five rows"),
+}
+OTHERS = {
+    "fail": _fail,
+    "miss": _miss,
+    "full": _load_full,
+    **{name: case for name, (case, _) in REFUSED.items()},
+}
+results = cached_cases({**EQUAL, 3: {**EQUAL[3], **OTHERS}})
+
+
+@pytest.mark.parametrize(
+    ("size", "case"), [(size, case) for size, cases in EQUAL.items() for case in cases]
+)
+def test_equals_the_class_on_whole_matrices(size, case):
+    """Values equal the class on whole matrices, to the bit."""
+    assert results(size)[case] == [[]] * size
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_all_ranks(name):
+    """A class that cannot be built is refused on all ranks, though one of them sees it."""
+    for error in results(3)[name]:
+        assert REFUSED[name][1] in error and "No optimizer was built" in error
+
+
+def test_class_that_raises_on_one_owner():
+    """A step whose class raises on one rank ends with its error on all, and so does the next."""
+    for first, second in results(3)["fail"]:
+        assert (
+            "weight.1: ValueError: no convergence" in first
+            and "Load weights and optimizer" in first
+        )
+        assert "step: expected weights and state of a complete step" in second
+
+
+def test_state_that_one_rank_has_collected_is_refused():
+    """A state without the matrices of other owners is refused, though torch fills it up."""
+    for error in results(3)["full"]:
+        assert "step_of_owner of the step that saved, got another" in error
+
+
+def test_matrix_without_a_gradient():
+    """A matrix without a gradient keeps its value and state."""
+    assert results(3)["miss"] == [True] * 3
+
+
+def _train(folder: str, first: int, layout: str) -> None:
+    """Go on from a checkpoint, and compare with whole matrices; the first run saves."""
+    init_group()
+    for name in ("soap", "oblique_adam"):
+        parameters = FSDP2[dist.get_world_size()][layout]()
+        model = nn.ParameterList(each.param for each in parameters)
+        optimizer, whole = _build(parameters, name, {})
+        for step in range(first):
+            whole.step([drawn(x.whole.shape, 1000 * step + i) for i, x in enumerate(parameters)])
+        if first:
+            load_state(f"{folder}/{name}", model, optimizer)
+            assert whole.differences() == []
+        _step(parameters, [optimizer, whole], range(first, first + 2))
+        assert whole.differences() == [], (name, first)
+        if not first:
+            save_state(f"{folder}/{name}", model, optimizer)
+
+
+@pytest.mark.parametrize("layout", ["experts", "fused"])
+def test_goes_on_with_other_owners(tmp_path, layout):
+    """State that was saved on two ranks goes on to the bit on two and on three."""
+    for first, size in ((0, 2), (2, 2), (2, 3)):
+        run_ranks(size, _train, str(tmp_path), first, layout).check()
+
+
+def _train_beside_adamw(folder: str, first: int) -> None:
+    """Step a model whose other parameters AdamW steps, beside both on the unsharded model."""
+    init_group()
+    whole, model = mixed_model(), mixed_model()
+    fully_shard(model, mesh=init_device_mesh(kind(), (dist.get_world_size(),)))
+    options = {"shampoo_beta": 0.9}
+    optimizer = MuonAdamW.from_model(
+        model, lr=0.03, weight_decay=0.1, optimizer_class="soap", optimizer_options=options
+    )
+    chosen: dict[str, list[Any]] = {"muon": [], "adamw": []}
+    for group in parameter_groups(whole):
+        chosen[group["algorithm"]] += group["params"]
+    common = {"lr": 0.03, "weight_decay": 0.1}
+    references = [
+        registered_class("soap")(chosen["muon"], **common, **options),
+        torch.optim.AdamW(chosen["adamw"], **common),
+    ]
+    for step in range(first + 2):
+        draw_grads(whole.parameters(), step)
+        for each in references:
+            each.step()
+        if step == first and first:
+            load_state(folder, model, optimizer)
+        if step >= first:
+            draw_grads(model.parameters(), step)
+            optimizer.step()
+    for own, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(own.full_tensor(), other)
+    if not first:
+        save_state(folder, model, optimizer)
+
+
+def test_beside_adamw(tmp_path):
+    """One optimizer steps matrices by another class and the rest by AdamW, and is resumed."""
+    for first, size in ((0, 2), (2, 3)):
+        run_ranks(size, _train_beside_adamw, str(tmp_path), first).check()
