@@ -63,7 +63,9 @@ class StackTask:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that is needed beside the stack, at most."""
+        """Memory that is needed beside the stack, at most; without an owner's."""
+        if self.step is not None:
+            return 0
         rows = self.tensor.to("meta")
         if self.args.is_normalized:
             rows = rows.bfloat16()
