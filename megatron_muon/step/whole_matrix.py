@@ -28,8 +28,9 @@ from megatron_muon.step.muon_step import MuonStep
 
 logger = logging.getLogger(__name__)
 
-# Number of a step of a run, in the state of each parameter on all ranks, and of each matrix on its
-# owner: torch's full_state_dict keeps the first for all parameters, and the second for one rank.
+# Keys of the number of the last step, in the state of each parameter on all ranks, and of each
+# matrix on its owner. torch's full_state_dict keeps the first for all parameters, and the second
+# for one rank alone: a difference shows that state of other owners is missing.
 STEP_OF_ALL, STEP_OF_OWNER = "step_of_all_ranks", "step_of_owner"
 # Builds an optimizer of parameter groups.
 type Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -42,14 +43,15 @@ class _OwnedMatrix:
         param: The parameter that it belongs to.
         name: Name of the matrix.
         weight: ``(rows, cols)`` float32, memory of the exchange.
-        gradient: The same.
+        gradient: The same for the gradient.
 
     Attributes:
-        weight: A view of that memory, for the optimizer.
-        prefix: Of the names of its state, in the state of the parameter.
+        weight: The parameter that the optimizer steps, in the same memory.
+        prefix: Prefix of the names of its state, which is in the state of the parameter.
         optimizer: Its optimizer, once it is built.
-        is_fresh: Whether its state is a pattern for loads: its class makes state in the first step.
-        strides: Strides of tensors of its state after a step, by name.
+        is_fresh: Whether its state only shows loads what to expect, and the next step drops it: its
+            class makes state in the first step.
+        strides: Strides of the tensors of its state after a step, by name.
     """
 
     optimizer: torch.optim.Optimizer
@@ -68,7 +70,7 @@ class _OwnedMatrix:
     def build(self, build: Build, group: Mapping[str, Any]) -> None:
         """Build the optimizer, which may read the weight, and change it."""
         self.optimizer = build([{**group, "params": [self.weight]}])
-        self._keep()
+        self._restore_memory()
         self.reset()
 
     def try_step(self, build: Build, group: Mapping[str, Any]) -> int:
@@ -101,7 +103,8 @@ class _OwnedMatrix:
             names = [name for name in self._paths if self.prefix + name in state]
             flat = {name: state[self.prefix + name] for name in names}
             self.optimizer.state[self.weight] = unflatten_state_dict(flat, self._paths)
-        # Random numbers of its own: others would depend on the owner, and be the model's.
+        # A seed per matrix and step: numbers from the generators of this rank would depend on the
+        # matrices that it owns.
         seed = zlib.crc32(f"{self.name} {self._num_steps}".encode())
         torch.default_generator.manual_seed(seed)
         if self.weight.device.type == "cuda":
@@ -110,7 +113,7 @@ class _OwnedMatrix:
         self.optimizer.step()
         self.weight.grad, self.is_fresh = None, False
         self._num_steps += 1
-        self._keep()
+        self._restore_memory()
         state |= self.read_state()
 
     def reset(self) -> None:
@@ -126,9 +129,9 @@ class _OwnedMatrix:
         return {self.prefix + name: value for name, value in flat.items()}
 
     def take_loaded(self, state: dict[str, Any]) -> None:
-        """Take a state that was loaded, in the layout of memory that steps leave.
+        """Prepare a state that was loaded, with the strides that a step leaves.
 
-        Products of transposed matrices have other bits, and checkpoints know no strides.
+        Checkpoints do not store strides, and products of transposed matrices have other bits.
         """
         self.is_fresh = False
         for name, strides in self.strides.items():
@@ -137,8 +140,8 @@ class _OwnedMatrix:
                 laid_out = value.new_empty_strided(value.shape, strides)
                 state[self.prefix + name] = laid_out.copy_(value)
 
-    def _keep(self) -> None:
-        """Write the weight to the memory of the exchange, if its class has replaced its tensor."""
+    def _restore_memory(self) -> None:
+        """Copy the weight to the memory of the exchange if its class has replaced the tensor."""
         if self.weight.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weight)
             self.weight.data = self._memory
@@ -157,7 +160,7 @@ class WholeMatrices:
     Attributes:
         owned: The matrices, in the order of the exchange.
         params: By position, the parameters with local rows, once there is an engine.
-        hooks: None are called.
+        hooks: As in ``MatrixStep``, but never called.
         problems: Errors of the last exchange, as sentences.
         is_built: Whether they have their optimizers.
     """
@@ -166,7 +169,7 @@ class WholeMatrices:
     is_built: bool = False
     params: Sequence[Any]
     _workspace_bytes: int = 0
-    _act: Callable[[_OwnedMatrix], None]
+    _on_arrival: Callable[[_OwnedMatrix], None]
 
     def __init__(self, build: Build, ignored: Collection[str]) -> None:
         self._build, self._ignored = build, {*ignored, "params", "param_names"}
@@ -181,18 +184,18 @@ class WholeMatrices:
         owned = _OwnedMatrix(param, name, weight, gradient)
         self.owned.append(owned)
 
-        def act() -> None:
+        def on_arrival() -> None:
             """Build the optimizer of the matrix in the first exchange, and step it afterwards."""
             try:
                 devices = [weight.device] if weight.device.type == "cuda" else []
                 with torch.random.fork_rng(devices):
-                    self._act(owned)
+                    self._on_arrival(owned)
             # Any error: other ranks wait for the results. All ranks raise it after the exchange.
             except Exception as error:
                 logger.exception("%s:", name)
                 self.problems.append(f"{name}: {first_line(error)}")
 
-        return act
+        return on_arrival
 
     def attach(self, engine: Engine, params: Sequence[torch.Tensor]) -> None:
         """Set the engine, and the parameters of all groups."""
@@ -219,17 +222,17 @@ class WholeMatrices:
         tried: dict[torch.Size, _OwnedMatrix] = {}
 
         def build(owned: _OwnedMatrix) -> None:
-            """Build an optimizer; of each shape one is tried."""
+            """Build an optimizer, and try it for a new shape, or if steps make its state."""
             group = self._options(groups[owned.param])
             owned.build(self._build, group)
-            like = tried.setdefault(owned.weight.shape, owned)
-            if like is owned or like.is_fresh:
+            first = tried.setdefault(owned.weight.shape, owned)
+            if first is owned or first.is_fresh:
                 num_bytes = owned.try_step(self._build, group)
                 self._workspace_bytes = max(self._workspace_bytes, num_bytes)
             else:
-                owned.strides = like.strides
+                owned.strides = first.strides
 
-        self._act = build
+        self._on_arrival = build
         self._exchange(weights, weights, None)
         self.is_built = True
 
@@ -257,7 +260,7 @@ class WholeMatrices:
             if owned.param not in without:
                 owned.step(self._options(groups[owned.param]), states[owned.param])
 
-        self._act = step
+        self._on_arrival = step
         pairs = zip(weights, grads, strict=True)
         # Owners ignore the rows of a gradient that is missing.
         filled = [weight if grad is None else grad.float() for weight, grad in pairs]
@@ -273,7 +276,7 @@ class WholeMatrices:
         )
         for _ in self.engine.orthogonalize((weight_rows, grad_rows), weight_rows, overlap_fn):
             pass
-        # Gradients are in other memory in the next step.
+        # The next step may have its gradients in other memory.
         self.forget()
 
 
@@ -293,12 +296,12 @@ class WholeMatrixStep(MuonStep):
 
     @torch.no_grad()
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - of MuonStep
-        # Other numbers than those of another run.
-        self._number = gather_objects(random.getrandbits(30))[0] << 32
+        # The high bits identify the run, as its state must not be mixed with another run's.
+        self._step_number = gather_objects(random.getrandbits(30))[0] << 32
         super().__init__(*args, **options)
         self._owner.build(self._group_of(), self._weights())
         # All ranks of the job construct.
-        self._end(None, "No optimizer was built.")
+        self._finish(None, "No optimizer was built.")
         self._create_state()
 
     def _make_matrix_step(self, rows_device: torch.device) -> WholeMatrices:
@@ -316,7 +319,7 @@ class WholeMatrixStep(MuonStep):
         own = {param: state.setdefault(param, {}) for param in self._params}
         self._main_params.create(own)
         for values in own.values():
-            values.setdefault(STEP_OF_ALL, self._number)
+            values.setdefault(STEP_OF_ALL, self._step_number)
         for owned in self._owner.owned if self._owner.is_built else ():
             values = own[owned.param]
             if not owned.read_state().keys() <= values.keys():
@@ -339,7 +342,7 @@ class WholeMatrixStep(MuonStep):
     def use_loaded(self) -> None:
         """Prepare a state that was loaded."""
         states = self._states()
-        self._number = max((values[STEP_OF_ALL] for values in states.values()), default=0)
+        self._step_number = max((values[STEP_OF_ALL] for values in states.values()), default=0)
         for owned in self._owner.owned:
             owned.take_loaded(states[owned.param])
 
@@ -359,19 +362,19 @@ class WholeMatrixStep(MuonStep):
             RuntimeError: On all ranks, if the class has raised on one.
         """
         groups, states = self._group_of(), self._states()
-        self._number += 1
+        self._step_number += 1
         for values in states.values():
-            values[STEP_OF_ALL] = self._number
+            values[STEP_OF_ALL] = self._step_number
         for owned in self._owner.owned:
-            states[owned.param][owned.prefix + STEP_OF_OWNER] = self._number
+            states[owned.param][owned.prefix + STEP_OF_OWNER] = self._step_number
         self._owner.step(groups, states, self._weights(), self._grads(without), overlap_fn)
         advice = "Other matrices were stepped. Load weights and optimizer from a checkpoint."
-        self._end(self.group, advice)
+        self._finish(self.group, advice)
 
     def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
         return {param: group for group in self._groups() for param in group["params"]}
 
-    def _end(self, group: dist.ProcessGroup | None, advice: str) -> None:
+    def _finish(self, group: dist.ProcessGroup | None, advice: str) -> None:
         """Round weights into parameters, and raise errors of owners on all ranks."""
         if self._main_params.params:
             self._main_params.install(self._states())
