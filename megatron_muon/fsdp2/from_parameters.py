@@ -19,7 +19,7 @@ from megatron_muon.fsdp2.groups import as_groups, choose
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
 
 # Arguments of MuonAdamW that are AdamW's and Lion's.
-_OF_ELEMENTWISE = ("betas", "eps", "foreach", "fused")
+_ELEMENTWISE_KEYS = ("betas", "eps", "foreach", "fused")
 
 
 class from_parameters(MuonAdamW):
@@ -53,37 +53,37 @@ class from_parameters(MuonAdamW):
         """Build a ``MuonAdamW``."""
         # torch checks the parameters, and makes groups of them.
         groups = torch.optim.Optimizer(params, {}).param_groups
-        wanted = [param for group in groups for param in group["params"] if param.requires_grad]
-        if not wanted:
+        selected = [param for group in groups for param in group["params"] if param.requires_grad]
+        if not selected:
             raise ValueError("params: expected trainable parameters, got none. Set requires_grad")
-        of_choice = {
+        choice_options = {
             key: options.pop(key) for key in inspect.signature(choose).parameters if key in options
         }
-        choices = choose(_model_of(wanted), **of_choice)
-        divided = []
+        choices = choose(_model_of(selected), **choice_options)
+        divided_groups = []
         for group in groups:
             tensors = set(group["params"])
             for part in as_groups(choice for choice in choices if choice.param in tensors):
-                ignored = _OF_ELEMENTWISE if part["algorithm"] == "muon" else ("momentum",)
+                ignored = _ELEMENTWISE_KEYS if part["algorithm"] == "muon" else ("momentum",)
                 kept = {key: value for key, value in group.items() if key not in ignored}
                 named = zip(part["param_names"], part["params"], strict=True)
-                divided.append({**part, **kept, "params": list(named)})
+                divided_groups.append({**part, **kept, "params": list(named)})
         # Muon's first, as from_model has them.
-        divided.sort(key=lambda part: part["algorithm"] != "muon")
-        optimizer = MuonAdamW(divided, lr, **options)
+        divided_groups.sort(key=lambda part: part["algorithm"] != "muon")
+        optimizer = MuonAdamW(divided_groups, lr, **options)
         optimizer._reasons = {choice.name: choice.reason for choice in choices}
         return optimizer
 
 
-def _model_of(wanted: Sequence[torch.Tensor]) -> torch.nn.Module:
+def _model_of(selected: Sequence[torch.Tensor]) -> torch.nn.Module:
     """Return the outermost module that has the parameters, or a list of several, as of a pipeline.
 
     A module is left out if another one has its parameters, and more: a loss may have the head's.
     """
-    places = {param: place for place, param in enumerate(wanted)}
-    # Modules that were deleted may be waiting for it.
+    places = {param: place for place, param in enumerate(selected)}
+    # Deleted models may still exist if they have reference cycles.
     gc.collect()
-    # isinstance() would ask proxies; modules may be under construction.
+    # isinstance() would read an attribute of proxies. A module under construction has no _modules.
     modules = [
         value
         for value in gc.get_objects()
@@ -97,7 +97,7 @@ def _model_of(wanted: Sequence[torch.Tensor]) -> torch.nn.Module:
     ]
     missing = places.keys() - set().union(*(params for _, params in owned))
     owned = [(module, params) for module, params in owned if not any(params < p for _, p in owned)]
-    # The order of the collector differs between ranks.
+    # Ranks need one order, and the collector's differs.
     owned.sort(key=lambda pair: min(places[param] for param in pair[1]))
     if missing:
         raise ValueError(

@@ -82,7 +82,7 @@ def layout_of(
     shape = tuple(param.shape[-2:])
     # Gates or experts as blocks of rows. A configuration does not count: modules beside the experts
     # have it too.
-    num_blocks = _number(_EXPERTS, module) or 1
+    num_blocks = _first_positive(_EXPERTS, module) or 1
     if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
         num_blocks = shape[0] // module.hidden_size
     is_stacked = 1 < num_blocks < shape[0] and shape[0] % num_blocks == 0
@@ -111,15 +111,15 @@ def layout_of(
 
 def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs: int) -> SplitSizes:
     """Return the split sizes of query, key and value, or None."""
-    holders = container, getattr(container, "config", None)
-    heads, groups = _number(_HEADS, *holders), _number(_GROUPS, *holders)
-    head_dim = _number(("head_dim", "head_size"), *holders)
+    sources = container, getattr(container, "config", None)
+    heads, groups = _first_positive(_HEADS, *sources), _first_positive(_GROUPS, *sources)
+    head_dim = _first_positive(("head_dim", "head_size"), *sources)
     # Falcon and GPT-BigCode have the attribute; the name is Megatron's, for query, key and value
     # group by group.
     is_by_group = key == "query_key_value" or hasattr(container, "multi_query")
     if is_by_group:
         groups = groups or heads
-    # CodeGen's and MiniMax's are neither, and have heads alone.
+    # A qkv_proj without a number of groups, as CodeGen's and MiniMax's, has another layout.
     elif groups in (None, heads) and (groups or key != "qkv_proj"):
         widths = (3 * inputs, 3 * (heads or 0) * (head_dim or 0))
         if outputs in widths or (groups and outputs % (3 * groups) == 0):
@@ -135,7 +135,7 @@ def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs:
     return (heads // groups * dim, dim, dim) if is_by_group else (heads * dim, *2 * (groups * dim,))
 
 
-def _number(names: Sequence[str], *holders: object) -> int | None:
+def _first_positive(names: Sequence[str], *sources: object) -> int | None:
     """Return the first positive number among attributes of modules and configurations."""
-    numbers = (getattr(holder, name, None) for holder in holders for name in names)
+    numbers = (getattr(source, name, None) for source in sources for name in names)
     return next((number for number in numbers if type(number) is int and number > 0), None)

@@ -68,27 +68,27 @@ def by_holders(
 
 
 class _Flags(NamedTuple):
-    """Numbers that ranks have reduced in a step, and this rank's part of them.
+    """Counts that ranks have reduced in a step, and this rank's contribution.
 
     Args:
-        numbers: Number of problems; number of parameters without a gradient or with fresh state.
-        copied: Recorded once ``numbers`` are in CPU memory; None without a copy there.
+        counts: Number of problems; number of parameters without a gradient or with fresh state.
+        copied: Event after the copy of ``counts`` to CPU memory; None without a copy.
         explain: Returns a sentence for each gradient that is not finite.
         missing: Parameters without a gradient.
         fresh: Parameters whose state was fresh.
     """
 
-    numbers: torch.Tensor
+    counts: torch.Tensor
     copied: Any
     explain: Callable[[], list[str]]
     missing: Sequence[GradientKey]
     fresh: Sequence[GradientKey]
 
     def read(self) -> list[int]:
-        """Return the numbers once the host has them."""
+        """Return the counts; the host waits for them."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.numbers.tolist()
+        return self.counts.tolist()
 
 
 class Agreement:
@@ -107,7 +107,7 @@ class Agreement:
     """
 
     _num_steps: int = 0
-    # With next_step.
+    # Flags of the last step, with next_step alone.
     _last: _Flags | None = None
 
     def __init__(
@@ -160,7 +160,7 @@ class Agreement:
             self._refuse_one_sided(self._last)
         problems = [*known_problems, *_blocked_problems(self.holders.values())]
         missing, grads = [], []
-        # Few calls: it runs per parameter and step, whatever the device.
+        # With few calls: the host runs it for every parameter in every step.
         for key, parameter in self.holders.items():
             grad, shard = parameter.param.grad, local_tensor(parameter.param)
             if grad is None:
@@ -187,20 +187,18 @@ class Agreement:
     ) -> None:
         """Reduce the flags of a step, and read them now or later; see ``check()``."""
         # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on
-        # the device: for a copy of the numbers the host would wait for all of the backward pass.
-        numbers = torch.full(
-            (2,), len(missing) + len(fresh), dtype=torch.int32, device=self._device
-        )
-        numbers[0].copy_(not_finite.number.add_(len(problems)))
+        # the device: for a copy of the counts the host would wait for all of the backward pass.
+        counts = torch.full((2,), len(missing) + len(fresh), dtype=torch.int32, device=self._device)
+        counts[0].copy_(not_finite.number.add_(len(problems)))
         if dist.is_initialized():
-            dist.all_reduce(numbers, group=self._group)
+            dist.all_reduce(counts, group=self._group)
         copied = None
         if self._mode == "next_step" and self._device.type != "cpu":
             # Into pinned memory, which torch allocates for such copies.
-            numbers = numbers.to("cpu", non_blocking=True)
+            counts = counts.to("cpu", non_blocking=True)
             copied = torch.get_device_module(self._device.type).Event()
             copied.record()
-        flags = _Flags(numbers, copied, not_finite.explain, missing, fresh)
+        flags = _Flags(counts, copied, not_finite.explain, missing, fresh)
         if self._mode == "next_step":
             self._last, self._num_steps = flags, self._num_steps + 1
             return

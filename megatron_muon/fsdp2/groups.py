@@ -60,8 +60,8 @@ _KINDS = {
 ELEMENTWISE_NAMES = tuple(_KINDS)
 
 _NO_EVIDENCE = "no linear layer and no experts"
-# Reasons for Muon; all others are for the other algorithm.
-_OF_MUON = ("use_muon is True", "flattened convolution", "experts", "linear")
+# Reasons for Muon; any other reason is for the elementwise algorithm.
+_MUON_REASONS = ("use_muon is True", "flattened convolution", "experts", "linear")
 _IN_BLOCK = re.compile(r"\.\d+\.[^.]+\.")
 _WEIGHT = re.compile(r"(\w*_)?(weight\w*|proj|[wv]\d+)")
 
@@ -151,7 +151,7 @@ def _uses(
     for key, child in module._modules.items():
         if child is not None:
             inner = without_wrappers(f"{prefix}{key}.")
-            # Shorter by the wrappers among them.
+            # One module per name: wrappers are left out.
             around = (module, *outer)[-inner.count(".") :] if inner else ()
             yield from _uses(child, inner, around)
 
@@ -159,9 +159,9 @@ def _uses(
 def _heads(uses_by_param: Mapping[torch.Tensor, Sequence[_Use]]) -> set[torch.Tensor]:
     """Return the layers outside of blocks with as many outputs as an embedding has rows.
 
-    A layer whose outputs a later layer takes is no head.
+    A layer is no head if a later one has as many inputs as it has outputs.
     """
-    # Positions are fewer than tokens, and often as many as a layer has outputs.
+    # Without position embeddings: their number of rows is often that of a layer's outputs.
     vocabularies = {
         param.shape[0]
         for param, uses in uses_by_param.items()
@@ -203,10 +203,10 @@ def choose(
     if not choices:
         raise ValueError("model: expected trainable parameters, got none. Set requires_grad")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    of_muon = [choice.name for choice in choices if choice.algorithm == "muon"]
+    muon_names = [choice.name for choice in choices if choice.algorithm == "muon"]
     for argument, patterns, searched in (
         ("elementwise_names", {*elementwise_names}.difference(_KINDS), names),
-        ("splits", splits, of_muon),
+        ("splits", splits, muon_names),
     ):
         if unused := [p for p in patterns if not any(re.search(p, name) for name in searched)]:
             raise ValueError(
@@ -249,7 +249,7 @@ def _choice(
         (_NO_EVIDENCE, True),
     )
     reason = next(str(reason) for reason, matches in rules if matches)
-    if reason not in _OF_MUON:
+    if reason not in _MUON_REASONS:
         # A linear layer called embedding is unclear too.
         is_named = reason == "embedding" and all(use.is_linear for use in uses)
         algorithm, options = other
@@ -258,9 +258,9 @@ def _choice(
     layout = Layout(None, False, False)
     if not is_convolution and partition_dim(param) is None:
         layout = layout_of(uses[0].name, param, modules[0], uses[0].outer)
-    given = [as_split_sizes(splits[pattern]) for pattern in splits if re.search(pattern, name)]
-    if given:
-        layout = Layout(given[0], layout.is_transposed, False)
+    requested = [as_split_sizes(splits[pattern]) for pattern in splits if re.search(pattern, name)]
+    if requested:
+        layout = Layout(requested[0], layout.is_transposed, False)
     layout_keys = {
         "split_sizes": layout.split_sizes,
         "transposed": layout.is_transposed,
@@ -311,8 +311,8 @@ def as_groups(choices: Iterable[Choice]) -> list[dict[str, Any]]:
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
-def _splits_of(choice: Choice) -> str:
-    """Return the form of splits for a fused matrix."""
+def _splits_advice(choice: Choice) -> str:
+    """Return advice to pass ``splits`` for a fused matrix, the end of a sentence."""
     *_, leaf = without_wrappers(choice.name).removesuffix(".weight").split(".")
     return f', or the outputs of its parts, as splits={{r"\\b{leaf}\\b": (outputs, outputs)}}'
 
@@ -353,6 +353,6 @@ def _log(choices: Sequence[Choice]) -> None:
                 "set use_muon on a parameter or its module, or pass elementwise_names%s",
                 names,
                 kind,
-                _splits_of(members[0]) * (members[0].algorithm == "muon"),
+                _splits_advice(members[0]) * (members[0].algorithm == "muon"),
             )
     logger.warning("optimizers by parameter:\n  %s", "\n  ".join(lines))

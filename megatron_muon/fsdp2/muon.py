@@ -99,11 +99,12 @@ class Muon(torch.optim.Optimizer):
     algorithms: tuple[str, ...] = ()
     muon: MuonStep | None = None
     fresh_if_moved: bool = False
-    # Whether ``state`` has the state of matrices; its other tensors at the last step.
+    # Whether ``state`` has the state of matrices.
     _has_state: bool = False
+    # Tensors of the state of AdamW and Lion that were checked in the last step.
     _followed: Followed = ()
-    # From the first change of a step to its end: after an error between them, some weights and
-    # state have changed, and others have not.
+    # Whether a step has begun to change weights and state. If it is still set in the next step, an
+    # error left some of them changed, and others not.
     _is_changing: bool = False
 
     def __init__(
@@ -206,7 +207,7 @@ class Muon(torch.optim.Optimizer):
         return [(layout_of(group), [*map(id, group["params"])]) for group in groups]
 
     def _show_state(self) -> None:
-        """Let ``state`` have the state of matrices."""
+        """Show the state of matrices in ``state``."""
         if not self._has_state:
             self.state.update(self._matrices.state)
             self._has_state = True
@@ -390,7 +391,7 @@ class Muon(torch.optim.Optimizer):
             problems.append(INTERRUPTED)
         if self._planned_groups() != self._planned:
             problems.append(_REPLANNED)
-        # The first step makes it.
+        # Without state yet, none was removed: the first step makes it.
         removed = step.removed.union(fresh if self._has_state else ())
         try:
             without = self._agreement.check(problems, removed)

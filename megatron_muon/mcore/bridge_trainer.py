@@ -23,7 +23,7 @@ def compare_before_loading(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``load_fsdp_dtensor_checkpoint``, which ignores missing tensors.
 
     Weights are compared strictly with ``strict_fsdp_dtensor_load`` alone, which is off by default;
-    optimizer state always: momentum that silently stays zero is no partial load.
+    optimizer state always, as its momentum would silently stay zero.
 
     Communication: see ``find_together()`` and ``rename_and_compare()``.
     """

@@ -55,7 +55,7 @@ def _has_stages(settings: Settings) -> bool:
 
 
 def _has_chunks(settings: Settings) -> bool:
-    """Return whether a rank has several stages, which Megatron derives from one of these later."""
+    """Return whether a rank has several stages, which Megatron derives later from these flags."""
     layout = settings.get("pipeline_model_parallel_layout")
     if isinstance(layout, str):
         from megatron.core.transformer.pipeline_parallel_layer_layout import (

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 Coefficients = tuple[float, float, float]
 
-# Steps beyond the coefficients of a set. Source: emerging-optimizers 0.3.0, newton_schulz().
+# Continuation of a set that has fewer coefficients than steps.
+# Source: emerging-optimizers 0.3.0, newton_schulz().
 _MODES = {
     "simple": "cycle",
     "quintic": "cycle",
@@ -109,7 +110,7 @@ class NorMuon(_Decaying):
 class Namo(_Decaying):
     """Multiply results by the norm of the update, over the mean norm of past gradients.
 
-    Norms are all that it needs: every rank computes the factors of blocks.
+    Every rank computes the factors of blocks, from norms alone.
 
     Method: NAMO (https://arxiv.org/abs/2602.17080). Source: emerging-optimizers 0.3.0,
     ``AdaptiveMuon._apply_moment2_normalization`` with ``namo``.
@@ -151,7 +152,7 @@ class NewtonSchulzSettings:
         function: Orthogonalizes stacks of float32 matrices ``(num_matrices, rows, cols)`` in place
             of Newton-Schulz; None for Newton-Schulz.
         method: Changes the results before they are scaled; None for nothing.
-        owner: Steps whole matrices in place of all of it; None for Newton-Schulz.
+        owner: Steps whole matrices, in place of orthogonalization and method; None for these.
     """
 
     steps: int

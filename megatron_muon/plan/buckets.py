@@ -21,7 +21,7 @@ from megatron_muon.plan.settings import PlanSettings
 # Indices of the matrices by bucket, ascending.
 type Buckets = tuple[tuple[int, ...], ...]
 
-# More buckets gain little.
+# Upper bound: more buckets gain little, as each adds two collectives.
 _MAX_BUCKETS = 16
 # The two collectives of a bucket may cost this fraction of its work. Measured on 4 CPU ranks with
 # small matrices (hidden 128): 147 ms in one bucket, 198 ms in 16.
@@ -45,12 +45,12 @@ def bucket_choices(
         settings: Rates of the machine, and the number of buckets if it is given.
     """
     load_ns = {i: matrix_ns(matrices[i], settings.cost, len(owners[i])) for i in indices}
-    count = settings.num_buckets or _num_buckets(load_ns, matrices, owners, settings)
+    num_buckets = settings.num_buckets or _num_buckets(load_ns, matrices, owners, settings)
     while True:
-        buckets = _fill_buckets(load_ns, matrices, owners, count)
+        buckets = _fill_buckets(load_ns, matrices, owners, num_buckets)
         yield buckets
-        count *= 2
-        if len(buckets) == len(indices) or count > _MAX_FOR_MEMORY:
+        num_buckets *= 2
+        if len(buckets) == len(indices) or num_buckets > _MAX_FOR_MEMORY:
             return
 
 
@@ -84,7 +84,7 @@ def _fill_buckets(
     load_ns: Mapping[int, int],
     matrices: Sequence[MatrixLayout],
     owners: Sequence[Ranks],
-    count: int,
+    num_buckets: int,
 ) -> Buckets:
     """Assign matrices, longest first, to the buckets with the least load on their owners.
 
@@ -92,7 +92,7 @@ def _fill_buckets(
     matrices of a shape, and its few holders would send all rows of the bucket. There are at most
     as many buckets as matrices.
     """
-    drafts = [_Draft() for _ in range(count)]
+    drafts = [_Draft() for _ in range(num_buckets)]
     for index in sorted(load_ns, key=lambda index: (-load_ns[index], index)):
         matrix = matrices[index]
         # The first and the last shard are enough: this only decides ties.

@@ -44,7 +44,7 @@ def choose_owners(matrices: Sequence[MatrixLayout], settings: PlanSettings) -> t
     num_parts = _choose_parts(matrices, whole_ns, len(ranks), settings)
     part_ns = [matrix_ns(m, cost, parts) for m, parts in zip(matrices, num_parts, strict=True)]
     total_ns = sum(ns * parts for ns, parts in zip(part_ns, num_parts, strict=True))
-    placing = _Placing(ranks, int(_CAPACITY * max(total_ns // len(ranks), *part_ns)))
+    loads = _RankLoads(ranks, int(_CAPACITY * max(total_ns // len(ranks), *part_ns)))
     owners: list[Ranks] = [()] * len(matrices)
     # Whole matrices of one rank come first: only there they cause no traffic. Then most owners:
     # later there might be no set of consecutive ranks that are all idle.
@@ -52,7 +52,7 @@ def choose_owners(matrices: Sequence[MatrixLayout], settings: PlanSettings) -> t
         range(len(matrices)),
         key=lambda i: (len(matrices[i].elements_by_rank) > 1, -num_parts[i], -part_ns[i], i),
     ):
-        owners[i] = placing.place(matrices[i], num_parts[i], part_ns[i])
+        owners[i] = loads.assign(matrices[i], num_parts[i], part_ns[i])
     return tuple(owners)
 
 
@@ -66,8 +66,8 @@ def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
     return sum(cost.newton_schulz_ns(*shape, num_parts, on_node=on_node) for shape in matrix.blocks)
 
 
-class _Placing:
-    """Load of every rank while matrices are placed, one by one.
+class _RankLoads:
+    """Load of every rank while matrices are assigned, one by one.
 
     Args:
         ranks: Ranks of the domain.
@@ -78,13 +78,14 @@ class _Placing:
         self._load_ns = dict.fromkeys(ranks, 0)
         self._capacity_ns = capacity_ns
         self._received = dict.fromkeys(ranks, 0)  # elements, by owner
-        self._idlest: dict[Ranks, list[tuple[int, int]]] = {}
+        self._queues: dict[Ranks, list[tuple[int, int]]] = {}
 
-    def place(self, matrix: MatrixLayout, num_parts: int, part_ns: int) -> Ranks:
-        """Choose the owners of a matrix."""
+    def assign(self, matrix: MatrixLayout, num_parts: int, part_ns: int) -> Ranks:
+        """Choose the owners of a matrix, and add to their loads."""
         held, ranks = matrix.elements_by_rank, matrix.ranks
         if num_parts > 1:
-            # Sets tile nodes. Rejected: ties go to the largest holders. It sends up to 2 % less.
+            # Sets tile nodes. Rejected: give ties to the largest holders, which sends at most
+            # 2 % less.
             owners: Ranks = min(
                 (ranks[i : i + num_parts] for i in range(0, len(ranks) - num_parts + 1, num_parts)),
                 key=lambda owners: (
@@ -98,19 +99,19 @@ class _Placing:
             # in two instances: a predicted step of 35 ms, otherwise 75.
             owners = (min(fitting, key=lambda rank: (self._received[rank] - held[rank], rank)),)
         else:
-            owners = (self._idlest_rank(ranks),)
+            owners = (self._least_loaded(ranks),)
         for rank in owners:
             self._load_ns[rank] += part_ns
             self._received[rank] += (matrix.num_elements - held.get(rank, 0)) // num_parts
         return owners
 
-    def _idlest_rank(self, ranks: Ranks) -> int:
+    def _least_loaded(self, ranks: Ranks) -> int:
         """Return the rank with the least load so far."""
-        if ranks not in self._idlest:
-            self._idlest[ranks] = [(self._load_ns[rank], rank) for rank in ranks]
-            heapq.heapify(self._idlest[ranks])
-        heap = self._idlest[ranks]
-        # Loads only grow: an outdated entry comes too early, never too late.
+        if ranks not in self._queues:
+            self._queues[ranks] = [(self._load_ns[rank], rank) for rank in ranks]
+            heapq.heapify(self._queues[ranks])
+        heap = self._queues[ranks]
+        # Loads only grow, so an outdated entry is at the top too early, never too late.
         while heap[0][0] != (load_ns := self._load_ns[heap[0][1]]):
             heapq.heapreplace(heap, (load_ns, heap[0][1]))
         return heap[0][1]
@@ -130,10 +131,10 @@ def _choose_parts(
     """
     num_parts = [1] * len(matrices)
     total_ns = sum(whole_ns)
-    room_ns = int(_LONGER_THAN_FAIR * (total_ns // num_ranks))
+    max_whole_ns = int(_LONGER_THAN_FAIR * (total_ns // num_ranks))
     longest = [(-time_ns, index) for index, time_ns in enumerate(whole_ns)]
     heapq.heapify(longest)
-    while longest and -longest[0][0] > room_ns:
+    while longest and -longest[0][0] > max_whole_ns:
         now_ns, index = -longest[0][0], heapq.heappop(longest)[1]
         parts = num_parts[index]
         # Parts double, so that sets of owners tile a node.

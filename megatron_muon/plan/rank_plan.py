@@ -40,9 +40,9 @@ TABLES = {
     "arrive": ("scatter_receive", "results"),
     "stay": ("stacks", "results"),
 }
-# Number of a tensor, row and column in it, and the stride of its rows; 0 for the tensor's own
-# stride. Buffers have the number 0, and one row. Shards count from 1 in the order of matrices, and
-# on for the second input of an owner.
+# Number of a tensor, first row and column in it, and row stride; 0 for the tensor's own stride. All
+# buffers have number 0, and one row. Shards are numbered from 1 in the order of matrices; numbers
+# of a second input (gradients beside weights) follow.
 type _Place = tuple[int, int, int, int]
 # Source and target, rows, columns, and the position of the block among all blocks of the plan.
 type Move = tuple[int, ...]
@@ -227,14 +227,14 @@ class _Builder:
                 continue
             size = section_size(len(holders), sum(route.num_elements for route in results))
             num_arrived += size * len(holders) * (rank in holders)
-            for offset, piece in results_of(results, size):
+            for offset, result in results_of(results, size):
                 holder = holders[offset // size]
-                if piece.owner == rank:
-                    returns.append((holder, piece))
+                if result.owner == rank:
+                    returns.append((holder, result))
                 if holder == rank:
-                    received[piece.owner] += piece.num_elements
+                    received[result.owner] += result.num_elements
                 if rank in holders:
-                    arrivals.append((piece, (0, 0, offset, piece.num_cols)))
+                    arrivals.append((result, (0, 0, offset, result.num_cols)))
         return returns, received, arrivals, num_arrived
 
 

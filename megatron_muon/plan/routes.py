@@ -208,7 +208,7 @@ def results_of(routes: Iterable[Route], size: int) -> Iterator[tuple[int, Route]
         start = 0
         while start < route.num_elements:
             stop = min(route.num_elements, start + size - offset % size)
-            for piece in cut(route, start, stop):
-                yield offset, piece
-                offset += piece.num_elements
+            for result in cut(route, start, stop):
+                yield offset, result
+                offset += result.num_elements
             start = stop

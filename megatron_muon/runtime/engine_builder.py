@@ -69,7 +69,7 @@ def build_engine(
         collective sends one element to each rank that it will send to, and one gathers one from
         each replica. A limit of staging memory needs one flag more.
     """
-    # One number for all nodes, in all domains.
+    # All domains have the same number.
     ranks_per_node = inputs[0].domain.ranks_per_node if inputs else None
     resolved = _resolve(ranks_per_node, newton_schulz, settings, device)
     plans = _plan(inputs, resolved.staging_budget(max_num_plans or len(inputs) or 1), device)
@@ -151,7 +151,7 @@ def _resolve(
 
 
 def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> PlanSettings:
-    """Return the numbers of a plan with a method or a function of the user."""
+    """Adapt the dtypes and owners of a plan to a method, a user's function or an owner."""
     method, dtypes = newton_schulz.method, plan.dtypes
     if isinstance(method, Namo):
         dtypes = dataclasses.replace(dtypes, num_norms=2)
@@ -190,7 +190,7 @@ def _plan(
             plans.append(plan_matrices(plan_input.matrices, settings, fullest_bytes))
             found = _differences(plans[-1].entries(), domain, device)
         differences += found
-    # At the end, as ranks of other domains may be fine, and all stop together.
+    # After the loop: ranks whose domains have no difference raise with the others.
     raise_where_any_rank_fails(
         differences,
         None,

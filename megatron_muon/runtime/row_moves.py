@@ -62,13 +62,13 @@ class Tensors:
         self._strides = list(map(torch.Tensor.stride, self.by_number))
 
     def update(self) -> None:
-        """Find where tensors are now, before a step moves rows: their memory must be allocated.
+        """Read the addresses of the tensors before a step moves rows; their memory is allocated.
 
         Memory: if any tensor moved, one pinned block, and one copy on the device.
         """
         if not self.by_kernel:
             return
-        # Tensors may move in every step, and seldom do: a copy costs more than the comparison.
+        # Tensors seldom move between steps, and a comparison costs less than a copy.
         known = list(map(torch.Tensor.data_ptr, self.by_number)), self._strides
         if known != self._known:
             self._known = known
@@ -200,7 +200,7 @@ def uses_kernel(device: torch.device) -> bool:
         tensors.update()
         move = (0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0)
         RowMoves([move], Side(torch.float32), Side(torch.float32), tensors).run()
-    # Compilers raise whatever they do.
+    # Any exception: compilers raise their own.
     except Exception as error:
         logger.warning("no kernel moves rows on %s: %s", device, first_line(error))
         return False

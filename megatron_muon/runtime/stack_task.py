@@ -23,7 +23,7 @@ class StackTask:
         backend: Backend of Newton-Schulz.
         args: Arguments of the backend.
         state_index: Indices of a method's state among all values of the plan; None without one.
-        step: Steps the matrix in place of all of it; None for Newton-Schulz.
+        step: Steps the matrix, in place of Newton-Schulz and method; None for these.
     """
 
     tensor: torch.Tensor

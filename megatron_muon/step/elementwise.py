@@ -124,10 +124,11 @@ def scale_function(mode: str, extra_factor: float) -> Scale:
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer that no user has made.
+    """Step an internal optimizer without the hooks that users register for all optimizers.
 
-    torch calls hooks of all optimizers around every ``step()``. Source: torch 2.15,
-    torch/optim/optimizer.py, Optimizer.profile_hook_step.
+    torch calls them around every ``step()``.
+
+    Source: torch 2.15, torch/optim/optimizer.py, Optimizer.profile_hook_step.
     """
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
