@@ -80,13 +80,15 @@ def busiest_rank(job: Job, device: Any, settings: Any = None) -> Iterator[tuple[
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.layout import Splits
     from megatron_muon.plan.rank_plan import RankSchedule
+    from megatron_muon.plan.settings import PlanSettings
     from megatron_muon.runtime.agreement import Domain
     from megatron_muon.runtime.engine import Engine
     from megatron_muon.runtime.plan_runner import PlanInput
     from megatron_muon.tools.plan.model_shape import PRESETS
     from megatron_muon.tools.plan.simulation import Parallelism, simulate
 
-    planned = simulate(PRESETS[job.preset], Parallelism(job.dp, ep=job.ep), settings, Splits())
+    parallel = Parallelism(job.dp, ep=job.ep)
+    planned = simulate(PRESETS[job.preset], parallel, settings or PlanSettings(), Splits())
     held = Counter(
         rank for plan in planned for matrix in plan.matrices for rank in matrix.elements_by_rank
     )
