@@ -91,8 +91,10 @@ def arrange_state(
             has_none = not saved and not param.requires_grad
             if problem and not has_none and (saved or key is None or current):
                 problems.append(f"{names[param]}: {problem}")
+                # All ranks count from one number, also if one owner lacks its state.
+                loaded = {k: v for k, v in loaded.items() if k == STEP_OF_ALL}
             # state_dict() looks for all parameters in it, which accelerate replaces after a load.
-            elif loaded:
+            if loaded:
                 state[param] = loaded
         if "lr" not in values:
             problems.append(f"group {number}: expected settings of one group, got several or none")

@@ -23,6 +23,7 @@ from megatron_muon.fsdp2.gradients import CHECKS
 from megatron_muon.fsdp2.parameters import Group, as_split_sizes
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import first_line
 from megatron_muon.step.elementwise import (
     SCALE_MODES,
     WEIGHT_DECAY_METHODS,
@@ -63,6 +64,8 @@ _ADAMW = frozenset(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
 _COMMON = {"params", "param_names", "lr", "weight_decay"}
 # Upper bounds of numbers that are at least 0.
 _BOUNDS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0}
+# Keys of groups of Muon that an ``optimizer_class`` may lack.
+_OF_CLASS = frozenset({"weight_decay", "momentum"})
 # Keys that a step reads, by algorithm.
 _READ = {
     "muon": _COMMON | PLANNED.keys() | {"momentum"},
@@ -96,6 +99,8 @@ def key_problems(
                 f"{key}: expected a number, at least 0 and less than {bound}, got {value!r}. "
                 "Pass another"
             )
+        if is_new and algorithm == "muon" and key in _OF_CLASS.difference(settings["keys"]):
+            problems.append(f"{key}: expected a key of optimizer_class, got {value!r}. Remove it")
         is_read = key in _READ[algorithm] or (key == "momentum" and not is_new)
         is_read |= algorithm == "muon" and key in settings.get("keys", ())
         if is_read or (remedy := _remedy(key, algorithm)) is None:
@@ -141,6 +146,11 @@ _FOR_ALL_CLASSES = {
     *("exchange", "process_group", "tensor_group", "check_gradients"),
     *("optimizer_class", "optimizer_options", "nesterov", "scale_mode"),
 }
+_MOMENTUM = 0.95  # the default of Muon
+_OF_MUON_ALONE = (
+    "{}: expected no argument of Muon with optimizer_class, got {}. Pass it in optimizer_options, "
+    "if the class has it"
+)
 # Packages of emerging-optimizers whose import registers their classes.
 _PACKAGES = (
     *("orthogonalized_optimizers", "psgd", "riemannian_optimizers", "scalar_optimizers"),
@@ -249,8 +259,14 @@ class MuonArguments:
         """Return the defaults of groups of matrices, given Muon's."""
         if self.optimizer_class is None:
             return dict(of_muon)
+        if of_muon["momentum"] != _MOMENTUM:
+            raise ValueError(_OF_MUON_ALONE.format("momentum", of_muon["momentum"]))
         matrix = torch.nn.Parameter(torch.ones(1, 1))
-        return self.build_whole([{"params": [matrix], **of_muon}]).defaults
+        try:
+            return self.build_whole([{"params": [matrix], **of_muon}]).defaults
+        # Any error: other ranks are still in the constructor.
+        except Exception as error:
+            raise ValueError(f"optimizer_class: {first_line(error)}") from error
 
     @property
     def step_class(self) -> type[MuonStep]:
@@ -326,10 +342,12 @@ class MuonArguments:
         for field in fields(self) if self.optimizer_class is not None else ():
             value = getattr(self, field.name)
             if field.name not in _FOR_ALL_CLASSES and value != field.default:
-                problems.append(
-                    f"{field.name}: expected no argument of Muon with optimizer_class, got "
-                    f"{value!r}. Pass it in optimizer_options, if the class has it"
-                )
+                problems.append(_OF_MUON_ALONE.format(field.name, repr(value)))
+        if self.optimizer_class is None and self.optimizer_options is not None:
+            problems.append(
+                f"optimizer_options: expected an optimizer_class with them, got "
+                f"{self.optimizer_options!r} alone. Pass both"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         settings = self.settings

@@ -17,5 +17,6 @@ Files, each importing only those above it::
     second_moments  second moments in the state, and their part of a step
     metrics         norms of a step
     muon_step       MuonStep
+    owned_matrix    a whole matrix on its owner, with an optimizer of its own
     whole_matrix    optimizers of whole matrices, which owners step in place of Muon
 """

@@ -173,7 +173,10 @@ class MuonStep:
         """
         self.complete_state(self._states())
         # Sharding of the state by parameter, and references to its tensors in the last step.
-        self._stored = {param: self._shards_of(own) for param, own in self._states().items()}
+        self._stored = {
+            param: self._shards_of({k: v for k, v in own.items() if isinstance(v, torch.Tensor)})
+            for param, own in self._states().items()
+        }
         self._followed: list[Any] = []
 
     def _make_matrix_step(self, rows_device: torch.device) -> Any:  # noqa: ANN401 - of a subclass
@@ -216,8 +219,6 @@ class MuonStep:
         return {
             key: sharding_of(value, *(of_momentum if key == "momentum_buffer" else _MEMORY))
             for key, value in values.items()
-            # Optimizers of whole matrices count steps in numbers.
-            if not isinstance(value, int | float)
         }
 
     def follow_state(self) -> list[str]:

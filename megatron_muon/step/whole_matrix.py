@@ -9,139 +9,29 @@ owned, in the state of the parameter::
 """
 
 import logging
-import random
+import secrets
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from megatron_muon.rows.matrices import RowIndex
 from megatron_muon.runtime.agreement import first_line, gather_objects, raise_where_any_rank_fails
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.engine import Engine
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import TensorList
 from megatron_muon.step.hooks import StepHooks
 from megatron_muon.step.muon_step import MuonStep
+from megatron_muon.step.owned_matrix import IS_FRESH, Build, OwnedMatrix
 
 logger = logging.getLogger(__name__)
 
 # Number of a step of a run, in the state of each parameter on all ranks, and of each matrix on its
 # owner: torch's full_state_dict keeps the first for all parameters, and the second for one rank.
 STEP_OF_ALL, STEP_OF_OWNER = "step_of_all_ranks", "step_of_owner"
-# Builds an optimizer of parameter groups.
-type Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-class _OwnedMatrix:
-    """A matrix that this rank owns, and the optimizer that steps it.
-
-    Args:
-        param: The parameter that it belongs to.
-        name: Name of the matrix.
-        weight: ``(rows, cols)`` float32, memory of the exchange.
-        gradient: The same.
-
-    Attributes:
-        weight: A view of that memory, for the optimizer.
-        prefix: Of the names of its state, in the state of the parameter.
-        optimizer: Its optimizer, once it is built.
-        is_fresh: Whether its state is a pattern for loads: its class makes state in the first step.
-        strides: Strides of tensors of its state after a step, by name.
-    """
-
-    optimizer: torch.optim.Optimizer
-    prefix: str = ""
-    is_fresh: bool = False
-    strides: Mapping[str, tuple[int, ...]]
-    _num_steps: int = 0
-
-    def __init__(
-        self, param: torch.Tensor, name: str, weight: torch.Tensor, gradient: torch.Tensor
-    ) -> None:
-        self.param, self.name, self._memory, self._gradient = param, name, weight, gradient
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        self._paths: dict[str, Any] = {}  # keys of nested state, by name
-
-    def build(self, build: Build, group: Mapping[str, Any]) -> None:
-        """Build the optimizer, which may read the weight, and change it."""
-        self.optimizer = build([{**group, "params": [self.weight]}])
-        self._keep()
-        self.reset()
-
-    def try_step(self, build: Build, group: Mapping[str, Any]) -> int:
-        """Step a copy by a gradient of zeros, and return the memory that it needs, bytes.
-
-        It compiles kernels now rather than in a step. On a CPU the memory is not measured.
-        """
-        copy = torch.nn.Parameter(self.weight.clone(), requires_grad=False)
-        optimizer = build([{**group, "params": [copy]}])
-        copy.grad = torch.zeros_like(copy)
-        is_measured = copy.device.type == "cuda"
-        before = torch.cuda.memory_allocated(copy.device) if is_measured else 0
-        if is_measured:
-            torch.cuda.reset_peak_memory_stats(copy.device)
-        optimizer.step()
-        num_bytes = torch.cuda.max_memory_allocated(copy.device) - before if is_measured else 0
-        flat, paths = flatten_state_dict(dict(optimizer.state[copy]))
-        self.strides = {name: v.stride() for name, v in flat.items() if torch.is_tensor(v)}
-        self.is_fresh = optimizer.state[copy].keys() != self.optimizer.state[self.weight].keys()
-        if self.is_fresh:
-            self._paths, self.optimizer.state[self.weight] = paths, optimizer.state[copy]
-        return num_bytes
-
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Step the matrix, whose weight and gradient have arrived."""
-        self.optimizer.param_groups[0].update(group)
-        if self.is_fresh:
-            self.reset()
-        else:
-            names = [name for name in self._paths if self.prefix + name in state]
-            flat = {name: state[self.prefix + name] for name in names}
-            self.optimizer.state[self.weight] = unflatten_state_dict(flat, self._paths)
-        # Random numbers of its own: others would depend on the owner, and be the model's.
-        seed = zlib.crc32(f"{self.name} {self._num_steps}".encode())
-        torch.default_generator.manual_seed(seed)
-        if self.weight.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        self.weight.grad = self._gradient
-        self.optimizer.step()
-        self.weight.grad, self.is_fresh = None, False
-        self._num_steps += 1
-        self._keep()
-        state |= self.read_state()
-
-    def reset(self) -> None:
-        """Make the state anew, if the class does so before its first step."""
-        self.optimizer.state.clear()
-        if hasattr(self.optimizer, "_init_group"):
-            self.optimizer._init_group(self.optimizer.param_groups[0], skip_non_grad_params=False)
-
-    def read_state(self) -> dict[str, Any]:
-        """Return the state by name in the state of the parameter: a tensor or a number each."""
-        flat, paths = flatten_state_dict(dict(self.optimizer.state[self.weight]))
-        self._paths |= paths
-        return {self.prefix + name: value for name, value in flat.items()}
-
-    def take_loaded(self, state: dict[str, Any]) -> None:
-        """Take a state that was loaded, in the layout of memory that steps leave.
-
-        Products of transposed matrices have other bits, and checkpoints know no strides.
-        """
-        self.is_fresh = False
-        for name, strides in self.strides.items():
-            value = state.get(self.prefix + name)
-            if torch.is_tensor(value) and value.stride() != strides:
-                laid_out = value.new_empty_strided(value.shape, strides)
-                state[self.prefix + name] = laid_out.copy_(value)
-
-    def _keep(self) -> None:
-        """Write the weight to the memory of the exchange, if its class has replaced its tensor."""
-        if self.weight.data_ptr() != self._memory.data_ptr():
-            self._memory.copy_(self.weight)
-            self.weight.data = self._memory
 
 
 class WholeMatrices:
@@ -166,11 +56,12 @@ class WholeMatrices:
     is_built: bool = False
     params: Sequence[Any]
     _workspace_bytes: int = 0
-    _act: Callable[[_OwnedMatrix], None]
+    _number: int = 0
+    _act: Callable[[OwnedMatrix], None]
 
     def __init__(self, build: Build, ignored: Collection[str]) -> None:
         self._build, self._ignored = build, {*ignored, "params", "param_names"}
-        self.owned: list[_OwnedMatrix] = []
+        self.owned: list[OwnedMatrix] = []
         self.hooks: list[StepHooks] = []
         self.problems: list[str] = []
 
@@ -178,7 +69,7 @@ class WholeMatrices:
         self, param: torch.Tensor, name: str, weight: torch.Tensor, gradient: torch.Tensor
     ) -> Callable[[], None]:
         """Register a matrix; see ``MatrixOwner``."""
-        owned = _OwnedMatrix(param, name, weight, gradient)
+        owned = OwnedMatrix(param, name, weight, gradient)
         self.owned.append(owned)
 
         def act() -> None:
@@ -186,6 +77,11 @@ class WholeMatrices:
             try:
                 devices = [weight.device] if weight.device.type == "cuda" else []
                 with torch.random.fork_rng(devices):
+                    # Others would depend on the owner, and be the model's.
+                    seed = zlib.crc32(f"{name} {self._number}".encode())
+                    torch.default_generator.manual_seed(seed)
+                    if devices:
+                        torch.cuda.manual_seed(seed)
                     self._act(owned)
             # Any error: other ranks wait for the results. All ranks raise it after the exchange.
             except Exception as error:
@@ -216,18 +112,18 @@ class WholeMatrices:
             groups: Parameter groups by parameter.
             weights: Float32, by position.
         """
-        tried: dict[torch.Size, _OwnedMatrix] = {}
+        tried: dict[str, OwnedMatrix] = {}
 
-        def build(owned: _OwnedMatrix) -> None:
-            """Build an optimizer; of each shape one is tried."""
+        def build(owned: OwnedMatrix) -> None:
+            """Build an optimizer; of each shape and group one is tried."""
             group = self._options(groups[owned.param])
             owned.build(self._build, group)
-            like = tried.setdefault(owned.weight.shape, owned)
-            if like is owned or like.is_fresh:
+            like = tried.setdefault(f"{owned.weight.shape} {group}", owned)
+            if like is owned:
                 num_bytes = owned.try_step(self._build, group)
                 self._workspace_bytes = max(self._workspace_bytes, num_bytes)
             else:
-                owned.strides = like.strides
+                owned.follow(like)
 
         self._act = build
         self._exchange(weights, weights, None)
@@ -235,6 +131,7 @@ class WholeMatrices:
 
     def step(
         self,
+        number: int,
         groups: Mapping[torch.Tensor, Mapping[str, Any]],
         states: Mapping[torch.Tensor, dict[str, Any]],
         weights: TensorList,
@@ -244,6 +141,7 @@ class WholeMatrices:
         """Replace weights by new ones.
 
         Args:
+            number: Number of the step, of which random numbers depend.
             groups: Parameter groups by parameter.
             states: State by parameter.
             weights: Float32, by position.
@@ -252,15 +150,20 @@ class WholeMatrices:
         """
         without = {p for p, grad in zip(self.params, grads, strict=True) if grad is None}
 
-        def step(owned: _OwnedMatrix) -> None:
+        def step(owned: OwnedMatrix) -> None:
             """Step a matrix with a gradient."""
-            if owned.param not in without:
-                owned.step(self._options(groups[owned.param]), states[owned.param])
+            # A rank without elements has a gradient or none whatever others have.
+            is_known = local_tensor(owned.param).numel() > 0
+            if not (owned.param in without if is_known else owned.gradient.isnan().all()):
+                group = self._options(groups[owned.param])
+                owned.step(self._build, group, states[owned.param])
 
-        self._act = step
+        self._act, self._number = step, number
         pairs = zip(weights, grads, strict=True)
-        # Owners ignore the rows of a gradient that is missing.
-        filled = [weight if grad is None else grad.float() for weight, grad in pairs]
+        filled = [
+            torch.full_like(weight, torch.nan) if grad is None else grad.float()
+            for weight, grad in pairs
+        ]
         self._exchange(weights, filled, overlap_fn)
 
     def _exchange(
@@ -294,7 +197,7 @@ class WholeMatrixStep(MuonStep):
     @torch.no_grad()
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - of MuonStep
         # Other numbers than those of another run.
-        self._number = gather_objects(random.getrandbits(30))[0] << 32
+        self._number = gather_objects(secrets.randbits(30))[0] << 32
         super().__init__(*args, **options)
         self._owner.build(self._group_of(), self._weights())
         # All ranks of the job construct.
@@ -319,10 +222,8 @@ class WholeMatrixStep(MuonStep):
             values.setdefault(STEP_OF_ALL, self._number)
         for owned in self._owner.owned if self._owner.is_built else ():
             values = own[owned.param]
-            if not owned.read_state().keys() <= values.keys():
-                if not owned.is_fresh:
-                    owned.reset()
-                values |= owned.read_state()
+            if not {owned.prefix + name for name in (*owned.pattern, IS_FRESH)} <= values.keys():
+                values |= owned.fresh_state()
             values.setdefault(owned.prefix + STEP_OF_OWNER, values[STEP_OF_ALL])
 
     def record_metrics(self, is_on: bool = True) -> None:
@@ -364,7 +265,8 @@ class WholeMatrixStep(MuonStep):
             values[STEP_OF_ALL] = self._number
         for owned in self._owner.owned:
             states[owned.param][owned.prefix + STEP_OF_OWNER] = self._number
-        self._owner.step(groups, states, self._weights(), self._grads(without), overlap_fn)
+        rows = self._weights(), self._grads(without)
+        self._owner.step(self._number % 2**32, groups, states, *rows, overlap_fn)
         advice = "Other matrices were stepped. Load weights and optimizer from a checkpoint."
         self._end(self.group, advice)
 

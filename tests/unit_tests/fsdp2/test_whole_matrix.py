@@ -3,6 +3,7 @@
 """Optimizers of whole matrices on shards: every registered one, beside itself on whole ones."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,8 +25,10 @@ from helpers.fsdp2_models import (
     local,
     mixed_model,
     save_state,
+    shard,
 )
 from helpers.ranks import cached_cases, run_ranks
+from helpers.user_optimizers import Counting, Early, Failing, Fussy, Halving, OneSided
 from helpers.whole_matrices import WholeOptimizer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -52,46 +55,6 @@ registered_class("soap")
 NAMES = registry.get_optimizer_name_list()
 
 
-class Halving(torch.optim.Optimizer):
-    """A user's class: it replaces tensors, counts steps in an attribute, and has nested state."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.num_steps = 0
-
-    def step(self, closure: Any = None) -> None:
-        self.num_steps += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["sums"] = {"rows": p.new_zeros(len(p)), "cols": p.new_zeros(p.shape[1])}
-                state["sums"]["rows"] += p.grad.sum(1)
-                state["sums"]["cols"] = state["sums"]["cols"] + p.grad.sum(0)
-                scale = group["lr"] / self.num_steps
-                p.data = p.data - scale * state["sums"]["rows"][:, None] * state["sums"]["cols"]
-
-
-class Fussy(Halving):
-    """A user's class that refuses a matrix."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr)
-        if any(len(p) == 5 for p in self.param_groups[0]["params"]):
-            raise ValueError("no five rows")
-
-
-class Failing(Halving):
-    """A user's class that raises on the owner of one matrix, in its second step."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        if self.num_steps == 2 and any(len(p) == 5 for p in self.param_groups[0]["params"]):
-            raise ValueError("no convergence")
-
-
 def _build(
     parameters: Sequence[Sharded], optimizer_class: Any, options: dict[str, Any]
 ) -> tuple[Muon, WholeOptimizer]:
@@ -109,7 +72,9 @@ def _build(
     if isinstance(whole_class, str):
         whole_class = registry.get_optimizer_cls(whole_class)
     options = {**options, "lr": 0.02}
-    if optimizer_class not in ("scion", Halving, Failing, Fussy):
+    if optimizer_class != "scion" and not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, Halving)
+    ):
         options["weight_decay"] = 0.1
     return optimizer, WholeOptimizer(parameters, partial(whole_class, **options))
 
@@ -144,11 +109,55 @@ def _refuse(optimizer_class: Any, **options: Any) -> str:
 
 
 def _fail() -> list[Any]:
-    """Step with a class that raises on one owner, and once more."""
+    """Step with a class that raises on one owner, once more, and after a load."""
     parameters = FSDP2[3]["uneven"]()
-    optimizer, _ = _build(parameters, Failing, {})
-    _step(parameters, [optimizer], [0])
-    return [error_of(_step, parameters, [optimizer], [step]) for step in (1, 2)]
+    optimizer, whole = _build(parameters, Failing, {})
+    _step(parameters, [optimizer, whole], [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = [local(each.param.detach()).clone() for each in parameters]
+    Failing.fails = True
+    errors = [error_of(_step, parameters, [optimizer], [step]) for step in (1, 2)]
+    Failing.fails = False
+    for each, value in zip(parameters, before, strict=True):
+        local(each.param.detach()).copy_(value)
+    optimizer.load_state_dict(saved)
+    _step(parameters, [optimizer, whole], [1])
+    return [*errors, whole.differences()]
+
+
+def _resume(optimizer_class: Any, step: int) -> list[bool]:
+    """Compare an optimizer after a step with a new one that has loaded its state."""
+    parameters, others = FSDP2[3]["uneven"](), FSDP2[3]["uneven"]()
+    optimizer, _ = _build(parameters, optimizer_class, {})
+    other, _ = _build(others, optimizer_class, {})
+    _step(parameters, [optimizer], range(step))
+    for each, another in zip(parameters, others, strict=True):
+        local(another.param.detach()).copy_(local(each.param.detach()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _step(parameters, [optimizer], [step])
+    _step(others, [other], [step])
+    pairs = zip(parameters, others, strict=True)
+    return [
+        f"weight.{i}"
+        for i, (a, b) in enumerate(pairs)
+        if not torch.equal(local(a.param), local(b.param))
+    ]
+
+
+def _without_rows(is_given: bool) -> list[str]:
+    """Step matrices whose owners have none of their rows, and gradients or none alone."""
+    mesh = init_device_mesh(kind(), (dist.get_world_size(),))
+    parameters = [shard((1, 4 + seed), seed, mesh) for seed in range(3)]
+    optimizer, whole = _build(parameters, torch.optim.AdamW, {})
+    grads = [drawn(each.whole.shape, 7) for each in parameters]
+    for each, grad in zip(parameters, grads, strict=True):
+        each.set_grad(grad)
+        if bool(local(each.param).numel()) != is_given:
+            each.param.grad = None
+    optimizer.step()
+    if is_given:
+        whole.step(grads)
+    return whole.differences()
 
 
 def _miss() -> bool:
@@ -185,19 +194,26 @@ def _load_full() -> str:
     return error_of(partial(set_optimizer_state_dict, options=options), model, optimizer, state)
 
 
-def _reset() -> list[str]:
+def _reset(optimizer_class: Any) -> list[str]:
     """Remove all state on all ranks after two steps, and go on as a new optimizer."""
     parameters = FSDP2[3]["fused"]()
-    optimizer, whole = _build(parameters, "soap", {})
+    optimizer, whole = _build(parameters, optimizer_class, {})
     _step(parameters, [optimizer, whole], range(2))
     optimizer.state.clear()
     for each, value in zip(parameters, whole.wholes(), strict=True):
         each.whole = value
-    whole = WholeOptimizer(parameters, partial(registered_class("soap"), lr=0.02, weight_decay=0.1))
+    optimizer.state_dict()
+    whole = WholeOptimizer(parameters, whole.build)
     _step(parameters, [optimizer, whole], range(2, 4))
     return whole.differences()
 
 
+CLASSES: dict[str, Any] = {
+    "soap": "soap",
+    "adamw of torch": torch.optim.AdamW,
+    "sgd of torch": torch.optim.SGD,
+    "state of a constructor": Early,
+}
 LAYOUTS = {3: ("uneven", "columns", "experts", "fused", "transposed"), 4: (*FSDP2[4],)}
 EQUAL: dict[int, dict[str, Callable[[], Any]]] = {
     size: {
@@ -207,10 +223,29 @@ EQUAL: dict[int, dict[str, Callable[[], Any]]] = {
     for size, layouts in LAYOUTS.items()
 }
 EQUAL[3] |= {name: partial(_differ, "uneven", 3, name, **OPTIONS.get(name, {})) for name in NAMES}
-EQUAL[3] |= {"class of a user": partial(_differ, "fused", 3, Halving), "reset": _reset}
+EQUAL[3] |= {"class of a user": partial(_differ, "fused", 3, Halving)}
+EQUAL[3] |= {name: partial(_differ, "uneven", 3, each) for name, each in CLASSES.items()}
+EQUAL[3] |= {f"reset {name}": partial(_reset, each) for name, each in CLASSES.items()}
+EQUAL[3] |= {
+    f"resume {name} {step}": partial(_resume, each, step)
+    for step in (0, 2)
+    for name, each in {**CLASSES, "psgd_pro": "psgd_pro"}.items()
+}
+EQUAL[3] |= {f"without rows {given}": partial(_without_rows, given) for given in (True, False)}
 REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "name": (partial(_refuse, "sope"), "optimizer_class: expected a class, or one of"),
     "option": (partial(_refuse, "soap", beta=1), "unexpected keyword argument 'beta'"),
+    "state in groups": (partial(_refuse, Counting), "that changes ['num_steps'] of groups"),
+    "one rank": (partial(_refuse, OneSided), "rank 1: optimizer_class: AssertionError: no such"),
+    "options alone": (partial(_refuse, None, beta=1), "expected an optimizer_class with them"),
+    "momentum": (
+        partial(error_of, partial(Muon, [], momentum=0.5, optimizer_class="soap")),
+        "momentum: expected no argument of Muon with optimizer_class, got 0.5",
+    ),
+    "key of a group": (
+        partial(error_of, partial(Muon, [{"params": [], "momentum": 0.5}], optimizer_class="soap")),
+        "momentum: expected a key of optimizer_class, got 0.5",
+    ),
     "matrix": (partial(_refuse, Fussy), "weight.1: ValueError: no five rows"),
 }
 OTHERS = {
@@ -238,13 +273,14 @@ def test_refused_on_all_ranks(name):
 
 
 def test_class_that_raises_on_one_owner():
-    """A step whose class raises on one rank ends with its error on all, and so does the next."""
-    for first, second in results(3)["fail"]:
+    """A step whose class raises on one rank ends with an error on all, until a state is loaded."""
+    for first, second, differences in results(3)["fail"]:
         assert (
             "weight.1: ValueError: no convergence" in first
             and "Load weights and optimizer" in first
         )
         assert "step: expected weights and state of a complete step" in second
+        assert differences == []
 
 
 def test_state_that_one_rank_has_collected_is_refused():

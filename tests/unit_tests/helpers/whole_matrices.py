@@ -178,7 +178,7 @@ class WholeOptimizer:
     """
 
     def __init__(self, parameters: Sequence[Any], build: Callable[..., Any]) -> None:
-        self._parameters = parameters
+        self._parameters, self.build = parameters, build
         self._matrices = [
             [torch.nn.Parameter(part) for part in _parts(each, each.whole)] for each in parameters
         ]
