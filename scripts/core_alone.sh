@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -r megatron_muon tests scripts benchmarks pyproject.toml "$copy"
+cp -r megatron_muon tests scripts benchmarks docs pyproject.toml "$copy"
 python=$PWD/.venv/bin/python
 cd "$copy"
 core=(newton_schulz plan runtime rows step fsdp2)

@@ -74,6 +74,7 @@ def _import_error(package: str, error: Exception | None) -> list[str]:
     return said
 
 
+@pytest.mark.megatron
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("package", "error", "expected"),
