@@ -129,9 +129,12 @@ def _block_of_output(parameter: Any, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(parameter: Any, whole: torch.Tensor) -> list[torch.Tensor]:
-    """Return contiguous copies of the matrices of a parameter."""
-    blocks = _blocks(parameter, whole)
-    return [_turned(parameter, view[rows]).contiguous() for view, rows in blocks]
+    """Return contiguous copies of the matrices of a parameter, aligned as allocations are.
+
+    Libraries choose kernels, and so bits, by the alignment of memory too.
+    """
+    own = (_turned(parameter, view[rows]) for view, rows in _blocks(parameter, whole))
+    return [each.clone(memory_format=torch.contiguous_format) for each in own]
 
 
 def _joined(parameter: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
