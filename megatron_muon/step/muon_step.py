@@ -368,7 +368,7 @@ class MuonStep:
         """
         self.removed.clear()
         # Read in every step: loading replaces them.
-        states = list(map(self._state_of, range(len(self._matrix_step.params))))
+        states = [self._optimizer_of[param].state[param] for param in self._matrix_step.params]
         if self._moments.method is not None:
             self._moments.follow(self._states())
         try:
