@@ -21,7 +21,7 @@ from megatron_muon.fsdp2.loading import (
     check_elementwise_state,
 )
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
-from megatron_muon.fsdp2.settings import MuonArguments, key_problems, layout_of
+from megatron_muon.fsdp2.settings import MOMENTUM, MuonArguments, key_problems, layout_of
 from megatron_muon.fsdp2.validation import parameter_problems
 from megatron_muon.runtime.agreement import (
     INTERRUPTED,
@@ -111,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         self,
         params: ParamsT,
         lr: float = 3e-4,
-        momentum: float = 0.95,
+        momentum: float = MOMENTUM,
         weight_decay: float = 0.01,
         **options: Any,  # noqa: ANN401 - of MuonArguments, by name
     ) -> None:

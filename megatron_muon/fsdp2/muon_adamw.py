@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, as_groups, choose, refuse_to_guess
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import planned_parameters
-from megatron_muon.fsdp2.settings import PLANNED
+from megatron_muon.fsdp2.settings import MOMENTUM, PLANNED
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.agreement import own_rank
 
@@ -70,7 +70,7 @@ class MuonAdamW(Muon):
         self,
         params: ParamsT,
         lr: float = 3e-4,
-        momentum: float = 0.95,
+        momentum: float = MOMENTUM,
         weight_decay: float = 0.01,
         *,
         nesterov: bool = True,

@@ -102,7 +102,7 @@ def key_problems(
         if is_new and algorithm == "muon" and key in _OF_CLASS.difference(settings["keys"]):
             problems.append(f"{key}: expected a key of optimizer_class, got {value!r}. Remove it")
         is_read = key in _READ[algorithm] or (key == "momentum" and not is_new)
-        is_read |= algorithm == "muon" and key in settings.get("keys", ())
+        is_read |= algorithm == "muon" and key in settings["keys"]
         if is_read or (remedy := _remedy(key, algorithm)) is None:
             continue
         expected = f"no such key in a group of {algorithm}"
@@ -146,7 +146,8 @@ _FOR_ALL_CLASSES = {
     *("exchange", "process_group", "tensor_group", "check_gradients"),
     *("optimizer_class", "optimizer_options", "nesterov", "scale_mode"),
 }
-_MOMENTUM = 0.95  # the default of Muon
+# Default of the EMA coefficient of Muon.
+MOMENTUM = 0.95
 _OF_MUON_ALONE = (
     "{}: expected no argument of Muon with optimizer_class, got {}. Pass it in optimizer_options, "
     "if the class has it"
@@ -259,7 +260,7 @@ class MuonArguments:
         """Return the defaults of groups of matrices, given Muon's."""
         if self.optimizer_class is None:
             return dict(of_muon)
-        if of_muon["momentum"] != _MOMENTUM:
+        if of_muon["momentum"] != MOMENTUM:
             raise ValueError(_OF_MUON_ALONE.format("momentum", of_muon["momentum"]))
         matrix = torch.nn.Parameter(torch.ones(1, 1))
         try:

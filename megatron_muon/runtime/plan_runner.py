@@ -191,6 +191,7 @@ class PlanRunner:
                 self.plan.dtypes.normalizes,
                 self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
+            # Names do not depend on the owner: state is saved under them.
             if owner is not None:
                 matrix = self.plan.matrices[part.matrix]
                 name = matrix.name + f" block {part.block}" * (len(matrix.blocks) > 1)

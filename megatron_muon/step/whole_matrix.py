@@ -77,7 +77,8 @@ class WholeMatrices:
             try:
                 devices = [weight.device] if weight.device.type == "cuda" else []
                 with torch.random.fork_rng(devices):
-                    # Others would depend on the owner, and be the model's.
+                    # The generator of the model would give numbers that depend on the owner, and
+                    # would differ between ranks afterwards.
                     seed = zlib.crc32(f"{name} {self._number}".encode())
                     torch.default_generator.manual_seed(seed)
                     if devices:
@@ -141,7 +142,7 @@ class WholeMatrices:
         """Replace weights by new ones.
 
         Args:
-            number: Number of the step, of which random numbers depend.
+            number: Number of the step, on which random numbers depend.
             groups: Parameter groups by parameter.
             states: State by parameter.
             weights: Float32, by position.
@@ -152,7 +153,8 @@ class WholeMatrices:
 
         def step(owned: OwnedMatrix) -> None:
             """Step a matrix with a gradient."""
-            # A rank without elements has a gradient or none whatever others have.
+            # A rank without elements of a parameter may have a gradient of it or none, whatever
+            # its holders have: they send NaN for a missing one.
             is_known = local_tensor(owned.param).numel() > 0
             if not (owned.param in without if is_known else owned.gradient.isnan().all()):
                 group = self._options(groups[owned.param])
@@ -196,7 +198,7 @@ class WholeMatrixStep(MuonStep):
 
     @torch.no_grad()
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - of MuonStep
-        # Other numbers than those of another run.
+        # The high bits identify the run: its state must not be mixed with the state of another.
         self._number = gather_objects(secrets.randbits(30))[0] << 32
         super().__init__(*args, **options)
         self._owner.build(self._group_of(), self._weights())
@@ -250,11 +252,7 @@ class WholeMatrixStep(MuonStep):
         without: Collection[torch.Tensor] = (),
         overlap_fn: Callable[[], None] | None = None,
     ) -> None:
-        """Update parameters by their gradients; called by all ranks together.
-
-        Args:
-            without: Parameters without a gradient on any rank. They keep value and state.
-            overlap_fn: Called once, when the first rows are in transit.
+        """Update parameters by their gradients; see ``MuonStep.step()``.
 
         Raises:
             RuntimeError: On all ranks, if the class has raised on one.

@@ -210,6 +210,6 @@ def _bound(report: Report) -> str:
             "--muon-fsdp-max-owners splits them further"
         )
     return (
-        f"Newton-Schulz, spread evenly ({ratio:.2f} times the mean): --muon-fsdp-newton-schulz "
-        "gram takes fewer operations for long matrices"
+        f"Newton-Schulz, spread evenly ({ratio:.2f} times the mean), in the form that "
+        "--muon-fsdp-newton-schulz names"
     )

@@ -17,6 +17,7 @@ from emerging_optimizers.utils.sinkhorn_mapper import SinkhornMapper
 from helpers.device import init_group, kind
 from helpers.fsdp2_models import (
     FSDP2,
+    OTHERS,
     Sharded,
     draw_grads,
     drawn,
@@ -65,9 +66,14 @@ def _build(
             local(each.param.detach()).copy_(each.own(each.whole))
     groups = [{"params": [(f"weight.{i}", x.param)], **x.keys} for i, x in enumerate(parameters)]
     arguments = parameters[0].arguments if parameters else {}
-    # Of the same weight decay, which the constructor gives to groups.
-    arguments |= {"optimizer_class": optimizer_class, "optimizer_options": options}
-    optimizer = Muon(groups, lr=0.02, weight_decay=0.1, **arguments)
+    optimizer = Muon(
+        groups,
+        lr=0.02,
+        weight_decay=0.1,
+        optimizer_class=optimizer_class,
+        optimizer_options=options,
+        **arguments,
+    )
     whole_class = optimizer_class
     if isinstance(whole_class, str):
         whole_class = registry.get_optimizer_cls(whole_class)
@@ -90,7 +96,7 @@ def _step(parameters: Sequence[Sharded], optimizers: Sequence[Any], steps: Seque
 
 def _differ(layout: str, size: int, optimizer_class: Any, **options: Any) -> list[str]:
     """Step three times, and return the values that differ from whole matrices."""
-    parameters = FSDP2[size][layout]()
+    parameters = {**FSDP2[size], **OTHERS[size]}[layout]()
     # No reference draws the noise of one matrix after the other in this order.
     randn = torch.randn
     noise = mock.patch.multiple(
@@ -209,12 +215,16 @@ def _reset(optimizer_class: Any) -> list[str]:
 
 
 CLASSES: dict[str, Any] = {
-    "soap": "soap",
     "adamw of torch": torch.optim.AdamW,
     "sgd of torch": torch.optim.SGD,
     "state of a constructor": Early,
 }
-LAYOUTS = {3: ("uneven", "columns", "experts", "fused", "transposed"), 4: (*FSDP2[4],)}
+SOAP = {"soap": "soap", **CLASSES}
+LAYOUTS = {
+    2: ("plain_replicas", "plain_blocks", "cpu_memory", "wrapped"),
+    3: ("uneven", "columns", "experts", "fused", "transposed", "convolutions"),
+    4: (*FSDP2[4], *OTHERS[4]),
+}
 EQUAL: dict[int, dict[str, Callable[[], Any]]] = {
     size: {
         f"soap {layout}": partial(_differ, layout, size, "soap", max_update_rms=0.5)
@@ -225,11 +235,11 @@ EQUAL: dict[int, dict[str, Callable[[], Any]]] = {
 EQUAL[3] |= {name: partial(_differ, "uneven", 3, name, **OPTIONS.get(name, {})) for name in NAMES}
 EQUAL[3] |= {"class of a user": partial(_differ, "fused", 3, Halving)}
 EQUAL[3] |= {name: partial(_differ, "uneven", 3, each) for name, each in CLASSES.items()}
-EQUAL[3] |= {f"reset {name}": partial(_reset, each) for name, each in CLASSES.items()}
+EQUAL[3] |= {f"reset {name}": partial(_reset, each) for name, each in SOAP.items()}
 EQUAL[3] |= {
     f"resume {name} {step}": partial(_resume, each, step)
     for step in (0, 2)
-    for name, each in {**CLASSES, "psgd_pro": "psgd_pro"}.items()
+    for name, each in {**SOAP, "psgd_pro": "psgd_pro"}.items()
 }
 EQUAL[3] |= {f"without rows {given}": partial(_without_rows, given) for given in (True, False)}
 REFUSED: dict[str, tuple[Callable[[], str], str]] = {
@@ -248,13 +258,13 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "matrix": (partial(_refuse, Fussy), "weight.1: ValueError: no five rows"),
 }
-OTHERS = {
+FAULTS = {
     "fail": _fail,
     "miss": _miss,
     "full": _load_full,
     **{name: case for name, (case, _) in REFUSED.items()},
 }
-results = cached_cases({**EQUAL, 3: {**EQUAL[3], **OTHERS}})
+results = cached_cases({**EQUAL, 3: {**EQUAL[3], **FAULTS}})
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def run(num_ranks: int, *runs: str) -> dict[str, list[str] | str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", str(num_ranks), script, *runs]
     done = run_command(*command, env=ENVIRONMENT)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-30_000:]
     results: dict[str, list[str] | str] = {}
     for text in runs:
         line = re.search(rf"^rank {num_ranks - 1}: {re.escape(text)}: (.*)$", done.stdout, re.M)
