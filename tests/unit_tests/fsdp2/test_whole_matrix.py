@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
 from megatron_muon.fsdp2.settings import registered_class
@@ -185,6 +186,18 @@ def _miss() -> bool:
     return all(map(torch.equal, before, kept()))
 
 
+def _hook() -> list[str]:
+    """Step with a hook of the user's on all optimizers; return the classes that it sees."""
+    seen: list[str] = []
+    see = lambda optimizer, *_: seen.append(type(optimizer).__name__)  # noqa: E731
+    handle = register_optimizer_step_post_hook(see)
+    parameters = FSDP2[3]["uneven"]()
+    optimizer, _ = _build(parameters, torch.optim.AdamW, {})
+    _step(parameters, [optimizer], [0])
+    handle.remove()
+    return seen
+
+
 def _load_full() -> str:
     """Load a state that torch has collected on rank 0, where no state of other owners is."""
     state, optimizer = {}, None
@@ -262,6 +275,7 @@ FAULTS = {
     "fail": _fail,
     "miss": _miss,
     "full": _load_full,
+    "hook": _hook,
     **{name: case for name, (case, _) in REFUSED.items()},
 }
 results = cached_cases({**EQUAL, 3: {**EQUAL[3], **FAULTS}})
@@ -297,6 +311,11 @@ def test_state_that_one_rank_has_collected_is_refused():
     """A state without the matrices of other owners is refused, though torch fills it up."""
     for error in results(3)["full"]:
         assert "step_of_owner of the step that saved, got another" in error
+
+
+def test_hooks_of_all_optimizers_see_one():
+    """Hooks of a user on all optimizers see the user's optimizer, and none of single matrices."""
+    assert results(3)["hook"] == [["Muon"]] * 3
 
 
 def test_matrix_without_a_gradient():
