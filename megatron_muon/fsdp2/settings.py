@@ -4,7 +4,6 @@
 
 import difflib
 import functools
-import importlib
 import inspect
 import math
 import numbers
@@ -15,7 +14,6 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers import registry
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from emerging_optimizers.utils import FP32MatmulPrecT
 
@@ -32,8 +30,9 @@ from megatron_muon.step.elementwise import (
 )
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
+from megatron_muon.step.owned_matrix import registered_class
 from megatron_muon.step.second_moments import SecondMoments, method_problems
-from megatron_muon.step.whole_matrix import WholeMatrices, WholeMatrixStep
+from megatron_muon.step.whole_matrix import WholeMatrixStep, whole_matrix_settings
 
 # Keys of other optimizers, such as torch.optim.Muon, dion, xtuner and nanochat, with their names
 # here.
@@ -152,27 +151,6 @@ _OF_MUON_ALONE = (
     "{}: expected no argument of Muon with optimizer_class, got {}. Pass it in optimizer_options, "
     "if the class has it"
 )
-# Packages of emerging-optimizers whose import registers their classes.
-_PACKAGES = (
-    *("orthogonalized_optimizers", "psgd", "riemannian_optimizers", "scalar_optimizers"),
-    "soap",
-)
-
-
-def registered_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of emerging-optimizers by its registered name.
-
-    Raises:
-        ValueError: No class has this name.
-    """
-    for package in _PACKAGES:
-        importlib.import_module(f"emerging_optimizers.{package}")
-    names = registry.get_optimizer_name_list()
-    if name not in names:
-        raise ValueError(
-            f"optimizer_class: expected a class, or one of {sorted(names)}, got {name!r}. Pass one"
-        )
-    return registry.get_optimizer_cls(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,22 +264,22 @@ class MuonArguments:
     @property
     def settings(self) -> MuonSettings:
         """Settings of the step."""
-        is_muon = self.optimizer_class is None
+        exchange = self.exchange or ExchangeSettings()
+        if self.optimizer_class is not None:
+            description = f"{self.optimizer_class} {self.optimizer_options}"
+            return whole_matrix_settings(self.build_whole, PLANNED, exchange, description)
         return MuonSettings(
             NewtonSchulzSettings(
                 self.num_ns_steps,
                 self.coefficient_type,
                 # Then rows may be sent in bf16.
-                self.fp32_matmul_prec == "medium" and self.newton_schulz is None and is_muon,
+                self.fp32_matmul_prec == "medium" and self.newton_schulz is None,
                 # Results that are divided element by element are scaled afterwards.
-                self._scale
-                if is_muon and not self.moments.is_elementwise
-                else scale_function("none", 1.0),
+                scale_function("none", 1.0) if self.moments.is_elementwise else self._scale,
                 self.newton_schulz,
                 self.moments.method,
-                None if is_muon else WholeMatrices(self.build_whole, PLANNED),
             ),
-            self.exchange or ExchangeSettings(),
+            exchange,
             StepSettings(
                 self.nesterov,
                 self.weight_decay_method,
@@ -309,8 +287,7 @@ class MuonArguments:
                 momentum_dtype=self.momentum_dtype,
                 offload_momentum=self.offload_momentum,
             ),
-            f"{self.scale_mode} {self.extra_scale_factor}, class {self.optimizer_class} "
-            f"{self.optimizer_options}",
+            f"{self.scale_mode} {self.extra_scale_factor}",
         )
 
     def check(self) -> None:

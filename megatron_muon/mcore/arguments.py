@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
 from megatron_muon.mcore.unsupported import (
-    BUILT_OPTIMIZERS,
+    ELEMENTWISE_OPTIMIZERS,
     FSDP_UNSUPPORTED,
     MUON_OPTIMIZERS,
     raise_where_refused,
@@ -88,7 +88,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if getattr(args, "megatron_fsdp_version", 1) == 2 and PATCHED.v2_problems:
         raise IncompatibleMegatronError(PATCHED.v2_problems)
-    if not args.use_megatron_fsdp or args.optimizer not in MUON_OPTIMIZERS:
+    if not args.use_megatron_fsdp or args.optimizer in ELEMENTWISE_OPTIMIZERS:
         for flag, settings in _FLAGS.items():
             name, default = flag[2:].replace("-", "_"), settings["default"]
             # Megatron reads fields of its configuration itself.
@@ -104,8 +104,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         return
     # All problems are reported at once: a queued job should not fail a second time.
     more, options = [], MuonOptions.of(args)
+    is_muon = args.optimizer in MUON_OPTIMIZERS
+    if not is_muon:
+        more += options.unread_by(args.optimizer)
     try:
-        options.exchange.comm_dtypes(args.muon_fp32_matmul_prec == "medium")
+        options.exchange.comm_dtypes(is_muon and args.muon_fp32_matmul_prec == "medium")
         _ = options.splits, options.momentum_dtype
     except ValueError as error:
         more.append(in_flags(str(error)))
@@ -147,7 +150,7 @@ def validate(original: Any, args: argparse.Namespace, *defaults: Any, **more_def
     adapt_arguments(args)
     check_arguments(args)
     requested = args.optimizer
-    if requested not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
+    if requested in ("adam", "sgd") or not args.use_megatron_fsdp:
         return original(args, *defaults, **more_defaults)
     text = "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam"
     logger.info(text, requested)

@@ -23,7 +23,8 @@ from megatron_muon.mcore.checkpoint_state import OptimizerState
 from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import FSDPModel, current_device
 from megatron_muon.mcore.metrics_log import MetricsLog
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
+from megatron_muon.mcore.muon import build_muon_step
+from megatron_muon.mcore.sharded_matrices import ShardedMatrices
 from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fails
@@ -296,6 +297,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self.stored_state.unpack(state_dict, loads_schedule=getattr(self.config, name, False))
         if self.muon_step is not None:
             self.muon_step.collect_moments()
+            self.muon_step.use_loaded()
         self._is_changing = False
         self.reload_model_params()
 
@@ -311,4 +313,4 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
 
 def _is_muon(child: MegatronOptimizer) -> bool:
-    return isinstance(child.optimizer, FSDPZeROTensorParallelMuon)
+    return isinstance(child.optimizer, ShardedMatrices)

@@ -62,6 +62,9 @@ def split_every_state(
             split[name] = states
             continue
         kinds = sorted(k for k, value in states.items() if isinstance(value, DTensor))
+        # State of whole matrices is on their owners.
+        if not kinds:
+            split[name] = states
         others = {kind: value for kind, value in states.items() if kind not in kinds}
         # The original splits one tensor per name, so it is called once per kind of state.
         for kind in kinds:

@@ -3,6 +3,7 @@
 """Build the optimizer of a Megatron-FSDP model that ``OptimizerConfig.optimizer`` asks for."""
 
 import copy
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.emerging_optimizers import _EMERGING_OPTIMIZERS
+from megatron.core.optimizer.emerging_optimizers import (
+    _EMERGING_OPTIMIZERS,
+    _default_adam_based_eopt_config_to_kwargs,
+)
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,8 +37,13 @@ from megatron_muon.mcore.fsdp_model import (
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
+from megatron_muon.mcore.sharded_matrices import FSDPWholeMatrixOptimizer, ShardedMatrices, entry_of
 from megatron_muon.mcore.splits import routing_rule, tag_blocks
-from megatron_muon.mcore.unsupported import raise_where_refused
+from megatron_muon.mcore.unsupported import (
+    ELEMENTWISE_OPTIMIZERS,
+    MUON_OPTIMIZERS,
+    raise_where_refused,
+)
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.plan.layout import Splits
 from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
@@ -101,7 +110,11 @@ def build_megatron_fsdp_emerging_optimizer(
         config.optimizer = "muon"
     options = MuonOptions.of(config)
     parts = (model_chunks[0].config, model_chunks[0].ddp_config, config)
-    raise_where_refused({name: value for part in parts for name, value in vars(part).items()})
+    is_whole = config.optimizer not in (*MUON_OPTIMIZERS, *ELEMENTWISE_OPTIMIZERS)
+    raise_where_refused(
+        {name: value for part in parts for name, value in vars(part).items()},
+        more=options.unread_by(config.optimizer) if is_whole else (),
+    )
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
@@ -156,8 +169,8 @@ def _tag_parameters(
         copy_parameter_attributes(param)
         if "experts" in fqn and "shared" not in fqn:
             param.expert_tp = True
-    # Lion is elementwise.
-    for chunk in model_chunks if config.optimizer != "lion" else ():
+    # Others than Muon step whole matrices.
+    for chunk in model_chunks if config.optimizer in MUON_OPTIMIZERS else ():
         tag_blocks(chunk, splits, lambda param: tensor_shard_shape(param)[0])
 
 
@@ -177,8 +190,10 @@ class _ChildBuilder:
         """Build the optimizer of one name, for experts or for dense parameters."""
         if name == "lion":
             child = self._wrapped(self._lion(param_groups))
-        elif name == self.config.optimizer:
+        elif name in MUON_OPTIMIZERS:
             child = self._wrapped(self._muon(param_groups))
+        elif name == self.config.optimizer:
+            child = self._wrapped(self._whole(param_groups))
         else:
             child = self._scalar(name, param_groups)
         child.grad_stats_parallel_group = grad_stats_group(
@@ -203,6 +218,26 @@ class _ChildBuilder:
             **kwargs,
         )
 
+    def _whole(self, param_groups: list[dict[str, Any]]) -> FSDPWholeMatrixOptimizer:
+        config, entry = self.config, entry_of(self.config.optimizer)
+        if entry.config_to_kwargs is not None:
+            kwargs = entry.config_to_kwargs(config, self.model_chunks, self.groups)
+        else:
+            kwargs = _default_adam_based_eopt_config_to_kwargs(
+                config.optimizer, config, self.model_chunks, self.groups
+            )
+            # Upstream passes them to classes that have none.
+            if "betas" not in inspect.signature(entry.optimizer_cls).parameters:
+                del kwargs["betas"]
+        return FSDPWholeMatrixOptimizer(
+            param_groups,
+            lambda groups: entry.optimizer_cls(groups, **kwargs),
+            f"--optimizer {config.optimizer} {kwargs}",
+            tensor_shards=self.tensor_shards,
+            device=current_device(),
+            pg_collection=self.groups,
+        )
+
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self.config
         # As upstream: --lion-beta1 and --lion-beta2 belong to Lion beside another optimizer.
@@ -210,7 +245,7 @@ class _ChildBuilder:
         betas = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
         return FSDPLion(param_groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
-    def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> MegatronOptimizer:
+    def _wrapped(self, inner: ShardedMatrices | FSDPLion) -> MegatronOptimizer:
         # The same for all optimizers of emerging-optimizers: it calls _init_group.
         init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
         arguments = (inner, self.config, None, init_state, self.model_chunks)

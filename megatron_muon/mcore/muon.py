@@ -4,7 +4,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_muon.mcore.sharded_matrices import ShardedMatrices
 from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.moments import Moments
@@ -33,7 +33,7 @@ _ARGUMENTS = frozenset(
 )
 
 
-class FSDPZeROTensorParallelMuon(TensorParallelMuon):
+class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
     """Muon for DTensor parameters whose rows Megatron-FSDP shards over data-parallel ranks.
 
     ``build_muon_step()`` builds its step: the momentum of this rank's rows is updated, whole
@@ -73,8 +73,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         as much memory as the momentum.
     """
 
-    tensor_shards: Mapping[torch.Tensor, PlannedParameter]
-    params: list[Any]  # as at construction
     second_moments: "TensorParallelMoments"
 
     def __init__(
@@ -145,19 +143,15 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     def planned(self, param: Any) -> PlannedParameter:
         """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
 
-        It is whole over tensor parallelism in the modes that ask for it, and where tensor-parallel
-        ranks have copies, such as a router.
+        It is whole over tensor parallelism also in the modes that ask for it.
         """
-        shard = self.tensor_shards[param]
+        shard = super().planned(param)
         if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
             shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
             shard = replace(shard, blocks=tuple(shapes))
         if self.is_joined(param):
             return over_tensor_ranks(shard, param.device_mesh, param.partition_dim)
-        mesh = None
-        if self.tensor_group(param) is not None and not self.is_tensor_sharded(param):
-            mesh = tensor_mesh(param)
-        return shard if mesh is None else over_tensor_ranks(shard, mesh, None)
+        return shard
 
     def is_joined(self, param: Any) -> bool:
         """Return whether the shards of all tensor-parallel ranks are one matrix."""
@@ -165,50 +159,44 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         is_by_head = getattr(param, "is_split_by_head", False)
         return self.is_tensor_sharded(param) and self.tp_mode != "blockwise" and not is_by_head
 
-    def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
-        """Return the tensor-parallel group of a parameter; None where it is one rank."""
-        is_expert, groups = getattr(param, "expert_tp", False), self.pg_collection
-        if groups is None:
-            return None
-        group: dist.ProcessGroup | None = groups.expt_tp if is_expert else groups.tp
-        return group if group is not None and dist.get_world_size(group) > 1 else None
-
-    def is_tensor_sharded(self, param: Any) -> bool:
-        """Return whether tensor-parallel ranks hold different shards of a parameter."""
-        is_cut = getattr(param, "partition_dim", None) in (0, 1)
-        return is_cut and self.tensor_group(param) is not None
-
     def problems(self) -> list[str]:
-        """List settings that cannot work and parameters that cannot be stepped, as sentences."""
-        problems = []
+        """List settings that cannot work, too."""
+        problems = super().problems()
         try:
             coefficients_of(self.arguments["num_ns_steps"], self.arguments["coefficient_type"])
         except ValueError as error:
             problems.append(in_flags(str(error)))
-        for param in self.params:
-            shard = self.tensor_shards[param]
-            if tuple(param._local_tensor.shape) != shard.local_shape:
-                problems.append(
-                    f"{shard.name}: expected a local shard of shape {shard.local_shape}, got "
-                    f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
-                )
-            if param.dtype != torch.float32:
-                problems.append(
-                    f"{shard.name}: expected a float32 main parameter, got {param.dtype}. Use "
-                    "--megatron-fsdp-main-params-dtype fp32"
-                )
         return problems
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Refuse to step: upstream's method would take this rank's rows for whole matrices."""
-        raise RuntimeError(
-            "step: expected a step of FSDPMuonChainedOptimizer, got one of a single optimizer. "
-            "Step the optimizer that build_megatron_fsdp_emerging_optimizer returned."
+    def settings(
+        self, exchange: ExchangeSettings, num_optimizers: int, *, gradients_stay: bool
+    ) -> MuonSettings:
+        """Return the settings of a step."""
+        of = self.arguments
+        return MuonSettings(
+            NewtonSchulzSettings(
+                of["num_ns_steps"],
+                of["coefficient_type"],
+                self.fp32_matmul_prec == "medium",
+                self.scale,
+                method=self.second_moments.method,
+            ),
+            exchange,
+            StepSettings(
+                self.nesterov,
+                self.weight_decay_method,
+                self.fp32_matmul_prec,
+                overwrites_gradients=True,
+                gradients_stay=gradients_stay,
+                momentum_dtype=self.momentum_dtype,
+                offload_momentum=self.offload_momentum,
+            ),
+            f"{of['scale_mode']} {of['extra_scale_factor']}, {num_optimizers} optimizers",
         )
 
 
 def build_muon_step(
-    optimizers: Sequence[FSDPZeROTensorParallelMuon],
+    optimizers: Sequence[ShardedMatrices],
     exchange: ExchangeSettings | None = None,
     *,
     gradients_stay: bool = False,
@@ -224,27 +212,7 @@ def build_muon_step(
         RuntimeError: On all ranks; see ``MuonStep``. One has a parameter without a layout, or of
             another local shape.
     """
-    first, of = optimizers[0], optimizers[0].arguments
-    settings = MuonSettings(
-        NewtonSchulzSettings(
-            of["num_ns_steps"],
-            of["coefficient_type"],
-            first.fp32_matmul_prec == "medium",
-            first.scale,
-            method=first.second_moments.method,
-        ),
-        exchange or ExchangeSettings(),
-        StepSettings(
-            first.nesterov,
-            first.weight_decay_method,
-            first.fp32_matmul_prec,
-            overwrites_gradients=True,
-            gradients_stay=gradients_stay,
-            momentum_dtype=first.momentum_dtype,
-            offload_momentum=first.offload_momentum,
-        ),
-        f"{of['scale_mode']} {of['extra_scale_factor']}, {len(optimizers)} optimizers",
-    )
+    first = optimizers[0]
     problems = [problem for muon in optimizers for problem in muon.problems()]
     # Groups of the model with all ranks that hold a dense matrix, or an expert.
     groups = [
@@ -253,10 +221,12 @@ def build_muon_step(
         for name in ("dp_cp", "expt_dp")
     ]
     with naming_flags():
-        return MuonStep(
+        return first.step_class(
             optimizers,
             [muon.planned(p) for muon in optimizers for p in muon.params] if not problems else [],
-            settings,
+            first.settings(
+                exchange or ExchangeSettings(), len(optimizers), gradients_stay=gradients_stay
+            ),
             first.second_moments,
             first.device,
             problems=problems,

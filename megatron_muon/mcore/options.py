@@ -55,6 +55,20 @@ class MuonOptions:
     moe_router_skip_muon: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
 
+    # Fields that optimizers of whole matrices read, too; upstream's of Muon are ignored, as by it.
+    _OF_ALL = frozenset(
+        "muon_fsdp_staging_bytes muon_fsdp_cost_model muon_fsdp_log_plan muon_split_qkv "
+        "moe_router_skip_muon use_checkpoint_opt_param_scheduler".split()
+    )
+
+    def unread_by(self, optimizer: str) -> list[str]:
+        """List options that an optimizer of whole matrices does not read, a sentence each."""
+        return [
+            f"--{field.name.replace('_', '-')}: {optimizer} does not read it; leave it out."
+            for field in fields(MuonOptions)
+            if field.name not in self._OF_ALL and getattr(self, field.name) != field.default
+        ]
+
     @classmethod
     def of(cls, source: Any) -> Self:
         """Read the options from the attributes of an object; absent ones have their defaults."""

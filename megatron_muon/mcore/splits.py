@@ -10,12 +10,11 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core.optimizer.emerging_optimizers import (
-    _EMERGING_OPTIMIZERS,
-    _get_qkv_split_shapes,
-)
+from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 
+from megatron_muon.mcore.sharded_matrices import entry_of
+from megatron_muon.mcore.unsupported import MUON_OPTIMIZERS
 from megatron_muon.plan.layout import Splits, all_heads, halves
 
 # Classes in which gate and up alternate, and the field of their configuration with the block size.
@@ -96,10 +95,10 @@ def routing_rule(config: OptimizerConfig, *, skips_router: bool) -> dict[ParamKe
 
     Megatron's rule selects parameters that are not matrices. With Muon,
     ``config.muon_scalar_optimizer`` steps them, routers with ``skips_router``, and parameters that
-    modules mark, as Mamba does ``in_proj``; with Lion, Adam does.
+    modules mark, as Mamba does ``in_proj``; with other optimizers, Adam does.
     """
-    rule = copy.deepcopy(_EMERGING_OPTIMIZERS[config.optimizer].default_param_overrides)
-    if config.optimizer == "lion":
+    rule = copy.deepcopy(entry_of(config.optimizer).default_param_overrides)
+    if config.optimizer not in MUON_OPTIMIZERS:
         return rule
     to_scalar = {"optimizer": config.muon_scalar_optimizer}
     for override in rule.values():

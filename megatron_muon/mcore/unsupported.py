@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from megatron_muon.user_errors import SettingsError
 
-# Values of --optimizer: Muon and its adaptive forms, and Lion, which is elementwise.
-BUILT_OPTIMIZERS = ("muon", "adaptive_muon", "lion")
+# Values of --optimizer whose step is elementwise, upstream's and ours.
+ELEMENTWISE_OPTIMIZERS = ("adam", "sgd", "lion")
 # Names under which Megatron builds a Muon without Megatron-FSDP.
 MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
@@ -128,12 +128,6 @@ FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
 # docs/support.md shows the same rows; a test compares them. They see the command line's namespace,
 # or the merged configurations of a script on megatron-core, where most keys are absent.
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        "--optimizer other than muon, adaptive_muon and lion",
-        lambda s: s.get("optimizer") not in BUILT_OPTIMIZERS,
-        "it has no implementation over row shards here",
-        "use --optimizer muon, adaptive_muon, lion, adam or sgd",
-    ),
     Unsupported(
         "--fp16",
         "fp16",

@@ -95,6 +95,8 @@ class PlannedParameter:
             owner; instead of ``split_sizes``.
         known_boxes: Box of the view by rank of the job, if placements do not define it. Ranks
             without elements may be missing.
+        state_prefix: Prefix of the names of state that the owner of a matrix keeps, and saves: all
+            tensor-parallel ranks give their shards the name of the parameter.
     """
 
     name: str
@@ -105,6 +107,7 @@ class PlannedParameter:
     flattens: bool = False
     blocks: tuple[int, ...] | None = None
     known_boxes: Mapping[int, Box] | None = None
+    state_prefix: str = ""
 
     @property
     def boxes(self) -> Mapping[int, Box]:
@@ -198,4 +201,4 @@ def over_tensor_ranks(
     view = as_dtensor(
         tensor_shard.view._local_tensor, mesh, [*tensor_shard.view.placements, placement], shape
     )
-    return replace(tensor_shard, view=view, known_boxes=boxes)
+    return replace(tensor_shard, view=view, known_boxes=boxes, state_prefix="")

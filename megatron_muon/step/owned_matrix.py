@@ -3,6 +3,7 @@
 """A whole matrix on its owner, stepped by an optimizer of its own."""
 
 import copy
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from emerging_optimizers import registry
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from megatron_muon.step.elementwise import step_without_hooks
@@ -20,6 +22,28 @@ logger = logging.getLogger(__name__)
 IS_FRESH = "is_fresh"
 # Builds an optimizer of parameter groups.
 type Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+# Packages of emerging-optimizers whose import registers their classes.
+_PACKAGES = (
+    *("orthogonalized_optimizers", "psgd", "riemannian_optimizers", "scalar_optimizers"),
+    "soap",
+)
+
+
+def registered_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return a class of emerging-optimizers by its registered name.
+
+    Raises:
+        ValueError: No class has this name.
+    """
+    for package in _PACKAGES:
+        importlib.import_module(f"emerging_optimizers.{package}")
+    names = registry.get_optimizer_name_list()
+    if name not in names:
+        raise ValueError(
+            f"optimizer_class: expected a class, or one of {sorted(names)}, got {name!r}. Pass one"
+        )
+    return registry.get_optimizer_cls(name)
 
 
 class OwnedMatrix:

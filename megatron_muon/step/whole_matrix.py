@@ -17,14 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.matrices import RowIndex
 from megatron_muon.runtime.agreement import first_line, gather_objects, raise_where_any_rank_fails
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import TensorList
+from megatron_muon.step.elementwise import TensorList, scale_function
 from megatron_muon.step.hooks import StepHooks
-from megatron_muon.step.muon_step import MuonStep
+from megatron_muon.step.matrix_step import StepSettings
+from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.owned_matrix import IS_FRESH, Build, OwnedMatrix
 
 logger = logging.getLogger(__name__)
@@ -182,6 +185,29 @@ class WholeMatrices:
         self.forget()
 
 
+def whole_matrix_settings(
+    build: Build, ignored: Collection[str], exchange: ExchangeSettings, description: str
+) -> MuonSettings:
+    """Return the settings of a ``WholeMatrixStep``.
+
+    Args:
+        build: See ``WholeMatrices``, as for the next one.
+        ignored: Keys of groups.
+        exchange: How matrices are exchanged.
+        description: The class and its arguments, for the comparison of ranks.
+    """
+    # Nothing is orthogonalized: no coefficients, nor scale, are used.
+    newton_schulz = NewtonSchulzSettings(
+        5,
+        "quintic",
+        is_bf16=False,
+        scale=scale_function("none", 1.0),
+        owner=WholeMatrices(build, ignored),
+    )
+    step = StepSettings(nesterov=False, weight_decay_method="decoupled", fp32_matmul_prec="highest")
+    return MuonSettings(newton_schulz, exchange, step, description)
+
+
 class WholeMatrixStep(MuonStep):
     """Step matrices by optimizers of whole ones, which their owners run.
 
@@ -208,8 +234,9 @@ class WholeMatrixStep(MuonStep):
 
     def _make_matrix_step(self, rows_device: torch.device) -> WholeMatrices:
         for owned in self._owner.owned:
-            suffix = owned.name.removeprefix(self._planned[owned.param].name).strip()
-            owned.prefix = suffix and f"{suffix}."
+            parameter = self._planned[owned.param]
+            suffix = owned.name.removeprefix(parameter.name).strip()
+            owned.prefix = parameter.state_prefix + (suffix and f"{suffix}.")
         self._owner.attach(self.engine, self._params)
         return self._owner
 

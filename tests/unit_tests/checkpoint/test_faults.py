@@ -33,20 +33,22 @@ from megatron_muon.mcore.checkpoint_reading import read_checkpoint
 pytestmark = pytest.mark.ranks
 
 FLAGS = [*BF16, *SCHEDULE]
+SOAP = ("--optimizer", "soap")
 
 
 # How often the first test below kills a save; ten leave hardly a moment out.
 NUM_KILLS = int(os.environ.get("MEGATRON_MUON_TEST_KILLS", "4"))
 
 
+@pytest.mark.parametrize("optimizer", [(), SOAP], ids=["muon", "soap"])
 @pytest.mark.slow
-def test_save_killed_at_random_moments_leaves_a_checkpoint(tmp_path):
+def test_save_killed_at_random_moments_leaves_a_checkpoint(optimizer, tmp_path):
     """After a SIGKILL of either rank in a save, the tracker points to a checkpoint that loads."""
     rng = random.Random(4)
-    seen = []
+    seen, common = [], [*FLAGS, *optimizer, "--save-interval", "1"]
     for attempt in range(NUM_KILLS):
         folder, victim, fraction = tmp_path / str(attempt), attempt % 2, rng.uniform(0, 1.1)
-        flags = [*FLAGS, "--save-interval", "1", "--exit-interval", "2", "--save", str(folder)]
+        flags = [*common, "--exit-interval", "2", "--save", str(folder)]
         run = launch(
             2,
             fsdp_toy_gpt(ZERO[3], *flags),
@@ -58,7 +60,7 @@ def test_save_killed_at_random_moments_leaves_a_checkpoint(tmp_path):
     assert {iteration for _, iteration in seen} >= {1}, seen
     assert any(-signal.SIGKILL in codes for codes, _ in seen), seen
     folder = next(tmp_path / str(i) for i, (_, iteration) in enumerate(seen) if iteration == 1)
-    flags = [*FLAGS, "--save-interval", "1", "--exit-interval", "3"]
+    flags = [*common, "--exit-interval", "3"]
     resumed = launch(
         2, fsdp_toy_gpt(ZERO[3], *flags, "--load", str(folder), "--save", str(folder))
     ).check()

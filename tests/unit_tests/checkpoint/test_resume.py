@@ -12,6 +12,7 @@ setting         tolerance  largest difference seen
 bf16            1.5e-4     8.7e-6
 fp32            4e-5       1.9e-7, with Newton-Schulz in bf16
 experts         4e-3       8.6e-7; a token that is routed to another expert makes it far more
+SOAP            4e-3       1.8e-5; eigenvectors of nearly equal eigenvalues turn with rounding
 ==============  =========  =====================================================================
 """
 
@@ -56,7 +57,7 @@ from helpers.toy_gpt import (
 pytestmark = pytest.mark.ranks
 type Flags = tuple[str, ...]
 
-BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
+BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE, SOAP_TOLERANCE = 1.5e-4, 4e-5, 4e-3, 4e-3
 SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
 ADAMUON, NORMUON, NAMO = (
     ("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", method)
@@ -64,6 +65,7 @@ ADAMUON, NORMUON, NAMO = (
 )
 # Of whole matrices, which does not depend on the tensor-parallel size.
 WHOLE = (*NORMUON, "--muon-tp-mode", "duplicated")
+SOAP = ("--optimizer", "soap", "--lr", "2e-3")
 LION = ("--muon-scalar-optimizer", "lion")
 # One dense layer, and one of experts.
 MIXED = (*MOE, "--moe-layer-freq", "[0,1]")
@@ -108,6 +110,9 @@ SAME_WORLD = [
     slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_namo_tp2_ep2"),
     slow(1, 3, NORMUON, id="zero3_normuon_on_one_rank"),
     slow(2, 3, (*NORMUON, *LION), id="zero3_fp32_normuon_lion"),
+    pytest.param(2, 3, SOAP, id="zero3_soap"),
+    slow(4, 3, (*SOAP, *EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_soap_tp2_ep2"),
+    slow(4, 1, (*SOAP, *PP, *MIXED), id="stages_soap"),
     slow(4, 3, (*PP, *BF16), id="stages_bf16"),
     slow(4, 3, (*PP, TIED), id="stages_tied"),
     slow(4, 1, (*PP, *EP, *MIXED), id="stages_experts_in_one_ep2"),
@@ -148,6 +153,7 @@ def between_versions(before_size: int, before: Flags, size: int, flags: Flags, i
     return on_v2(*sides, MOE_TOLERANCE if EP[0] in before else FP32_TOLERANCE, id=id)
 
 
+SOAP_ON_4, SOAP_ON_3 = (*SOAP, *BF16_ON[4]), (*SOAP, *BF16_ON[3])
 V2_HIGH, STAGES = (*V2, *HIGH), (*PP, *HIGH)
 Z3 = (4, 3, BF16_ON[4])
 TP_MIXED = (*MIXED, *TP, *SEQUENCE, "2")
@@ -164,6 +170,8 @@ OTHER_WORLD = [
     slow((2, 2, MIXED), (4, 3, (*EP, *MIXED)), MOE_TOLERANCE, id="ep1_to_ep2"),
     slow((4, 3, (*WHOLE, *TP)), (2, 1, WHOLE), FP32_TOLERANCE, id="normuon_tp2_to_tp1"),
     slow((2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE, id="namo"),
+    slow((4, 3, (*SOAP_ON_4, *HSDP)), (3, 1, SOAP_ON_3), SOAP_TOLERANCE, id="soap"),
+    slow((2, 2, (*SOAP, *MIXED)), (4, 3, (*SOAP, *EP, *MIXED)), MOE_TOLERANCE, id="soap_ep2"),
     slow((4, 3, (*PP, *BF16)), (2, 1, BF16), BF16_TOLERANCE, id="stages_to_none"),
     slow((2, 1, BF16), (4, 3, (*PP, *BF16)), BF16_TOLERANCE, id="none_to_stages"),
     slow((4, 3, (*PP, *BF16)), (4, 2, (*NO_MATRIX, *BF16)), BF16_TOLERANCE, id="other_stages"),
@@ -211,13 +219,16 @@ OUTPUT_LAYER = "model.module.output_layer.weight: expected"
 REFUSED = [
     # Of blocks that one rank has for itself.
     ((4, 1, NORMUON_TP), (2, 1, NORMUON), ["moment2_cols_tensor_rank_0_of_2: expected nothing"]),
+    ((4, 1, (*SOAP, *TP)), (2, 1, SOAP), ["tensor rank 0 of 2.exp_avg: expected nothing"]),
     # The last of several stages has a copy under a name of its own.
     ((4, 3, (*PP, TIED)), (2, 3, (TIED,)), [f"{OUTPUT_LAYER} nothing", OF_STAGES]),
     ((2, 3, (TIED,)), (4, 3, (*PP, TIED)), [f"{OUTPUT_LAYER} (96, 32)", OF_STAGES]),
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "texts"), REFUSED, ids=["tp", "to_none", "to_two"])
+@pytest.mark.parametrize(
+    ("before", "after", "texts"), REFUSED, ids=["tp", "soap", "to_none", "to_two"]
+)
 @pytest.mark.slow
 def test_state_bound_to_a_number_of_ranks_is_refused_on_another(
     before, after, texts, saved, tmp_path

@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of whole matrices on shards: every registered one, beside itself on whole ones."""
 
-import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +27,17 @@ from helpers.fsdp2_models import (
     shard,
 )
 from helpers.ranks import cached_cases, run_ranks
-from helpers.user_optimizers import Counting, Early, Failing, Fussy, Halving, OneSided
+from helpers.user_optimizers import (
+    NAMES,
+    OPTIONS,
+    Counting,
+    Early,
+    Failing,
+    Fussy,
+    Halving,
+    OneSided,
+    without_noise,
+)
 from helpers.whole_matrices import WholeOptimizer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -42,19 +50,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
-from megatron_muon.fsdp2.settings import registered_class
+from megatron_muon.step.owned_matrix import registered_class
 
 pytestmark = pytest.mark.ranks
-
-# Options of the classes that need some, or that would not tell much without.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "adaptive_muon": {"momentum": 0.9, "moment2_method": "namo"},
-    "muon_hyperball": {"hyperball_radius": 3.0},
-    "oblique_sgd": {"dim": 1},
-    "soap": {"max_update_rms": 0.5},
-}
-registered_class("soap")
-NAMES = registry.get_optimizer_name_list()
 
 
 def _build(
@@ -98,14 +96,7 @@ def _step(parameters: Sequence[Sharded], optimizers: Sequence[Any], steps: Seque
 def _differ(layout: str, size: int, optimizer_class: Any, **options: Any) -> list[str]:
     """Step three times, and return the values that differ from whole matrices."""
     parameters = {**FSDP2[size], **OTHERS[size]}[layout]()
-    # No reference draws the noise of one matrix after the other in this order.
-    randn = torch.randn
-    noise = mock.patch.multiple(
-        torch,
-        randn_like=torch.ones_like,
-        randn=lambda *args, **key: (randn if "generator" in key else torch.ones)(*args, **key),
-    )
-    with noise if optimizer_class == "psgd_pro" else contextlib.nullcontext():
+    with without_noise(optimizer_class):
         optimizer, whole = _build(parameters, optimizer_class, options)
         _step(parameters, [optimizer, whole], range(3))
     return whole.differences()

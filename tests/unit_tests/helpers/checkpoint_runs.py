@@ -80,7 +80,8 @@ def digest(optimizer: Any) -> str:
     for child in getattr(optimizer, "chained_optimizers", [optimizer]):
         for param in child.get_parameters():
             state = child.optimizer.state.get(param, {})
-            for key, tensor in [("param", param), *sorted(state.items())]:
+            tensors = {key: each for key, each in sorted(state.items()) if torch.is_tensor(each)}
+            for key, tensor in {"param": param, **tensors}.items():
                 local = getattr(tensor, "_local_tensor", tensor).detach().cpu()
                 if local.any():
                     # numpy has no bfloat16.
@@ -127,7 +128,8 @@ def local_tensors(optimizer: Any) -> dict[str, Shard]:
     for name, state in packed.items():
         param = by_name[name].detach()
         begins = {param.shape: gather_and_compute_chunk_metadata(param).offsets}
-        for key, tensor in {"param": param, **state}.items():
+        tensors = {key: each for key, each in state.items() if torch.is_tensor(each)}
+        for key, tensor in {"param": param, **tensors}.items():
             if not hasattr(tensor, "_local_tensor"):
                 shards[f"{name}.{key}"] = tensor.shape, torch.Size([0] * tensor.dim()), tensor
                 continue
@@ -162,6 +164,10 @@ def assert_resumes(
         assert len(set(found)) == LAST - SAVED_AT
 
 
+# State that is sharded as the rows of its parameter.
+_OF_ROWS = ("param", ".momentum_buffer", ".moment2_buffer", ".moment2_rows")
+
+
 def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[str, torch.Tensor]:
     """Join what all ranks wrote.
 
@@ -171,8 +177,8 @@ def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[s
         [torch.load(folder / f"local_{rank}.pt", map_location="cpu") for rank in range(world_size)]
     )
     for name, tensor in whole.items():
-        # Moments of whole blocks have no rows of it.
-        if "linear_fc1.weight" in name and tensor.dim() == 2 and not name.endswith(".moment2_cols"):
+        # State of whole blocks and matrices has no rows of it.
+        if "linear_fc1.weight" in name and tensor.dim() == 2 and name.endswith(_OF_ROWS):
             ranks = etp if ".experts." in name else tp
             halves = tensor.view(ranks, 2, -1, tensor.shape[1])
             whole[name] = halves.transpose(0, 1).reshape(tensor.shape)

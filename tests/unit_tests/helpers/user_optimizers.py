@@ -1,11 +1,38 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers as users write them: state in every place, and errors at every moment."""
+"""Optimizers as users write them, with errors at every moment; options of registered classes."""
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from emerging_optimizers import registry
+
+from megatron_muon.step.owned_matrix import registered_class
+
+registered_class("soap")
+# Names of all classes of emerging-optimizers.
+NAMES = registry.get_optimizer_name_list()
+# Options of the classes that need some, or that would not tell much without.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adaptive_muon": {"momentum": 0.9, "moment2_method": "namo"},
+    "muon_hyperball": {"hyperball_radius": 3.0},
+    "oblique_sgd": {"dim": 1},
+    "soap": {"max_update_rms": 0.5},
+}
+
+
+def without_noise(name: str) -> Any:
+    """Replace random numbers: no reference draws those of one matrix after another in our order."""
+    randn = torch.randn
+    noise = mock.patch.multiple(
+        torch,
+        randn_like=torch.ones_like,
+        randn=lambda *args, **key: (randn if "generator" in key else torch.ones)(*args, **key),
+    )
+    return noise if name == "psgd_pro" else contextlib.nullcontext()
 
 
 class Halving(torch.optim.Optimizer):

@@ -22,7 +22,11 @@ ADAM = ("--optimizer", "adam")
 REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--exp-avg-dtype", "fp8"), "(--exp-avg-dtype): expected fp32 or bf16, got fp8"),
-    (("--optimizer", "soap"), "adaptive_muon and lion: it has no implementation over row shards"),
+    (
+        ("--optimizer", "soap", "--muon-fsdp-offload-momentum"),
+        "--muon-fsdp-offload-momentum: soap does not read it; leave it out.",
+    ),
+    (("--optimizer", "soap", "--muon-fsdp-comm-dtype", "bf16"), "--muon-fsdp-comm-dtype: soap"),
     ((*INTERLEAVED, "--save", "folder"), "hold one chunk of layers per rank"),
     (
         (*PP, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--load", "folder", *ADAM),

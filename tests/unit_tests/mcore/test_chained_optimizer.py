@@ -197,7 +197,7 @@ REFUSED = {
     # Its gradients lack the repairs.
     "wrapped before enable()": "got one that was wrapped before",
     # Two of the table that test_arguments.py has.
-    "soap": "it has no implementation over row shards",
+    "name": "expected a class, or one of",
     "layer-wise": "Megatron-FSDP has already sharded",
     "type": "FullyShardedDataParallel, got LooksLikeFSDP",
     "version 2": "FullyShardedDataParallel, got Sequential",
@@ -221,7 +221,7 @@ def _refuse() -> dict[str, str]:
         unrepaired = build_model()
     found = [_error_of(build_optimizer, unrepaired)]
     model = build_model()
-    for settings in ({"optimizer": "soap"}, {"use_layer_wise_distributed_optimizer": True}):
+    for settings in ({"optimizer": "sope"}, {"use_layer_wise_distributed_optimizer": True}):
         found.append(_error_of(build_optimizer, model, **settings))
     build = megatron_muon.build_megatron_fsdp_emerging_optimizer
     found.append(_error_of(build, None, [LooksLikeFSDP(2, 2)]))

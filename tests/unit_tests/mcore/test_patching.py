@@ -4,7 +4,9 @@
 
 import ast
 import dataclasses
+import importlib
 import os
+import re
 import subprocess
 import sys
 import types
@@ -290,9 +292,16 @@ def test_enable_is_idempotent_reversible_and_all_or_nothing():
 
 @pytest.mark.skipif(not megatron.core.__version__.startswith("0.19"), reason="of that release")
 def test_diffs_of_the_pull_requests_apply_to_the_release(tmp_path):
-    """The diffs of patches/ apply to the release, each alone and all together."""
+    """The diffs of patches/ apply to the release, alone and together, and use names that exist."""
     diffs = sorted((ROOT / "patches" / "core_v0.19.2").glob("*.patch"))
     release = Path(megatron.core.__file__).parents[2]
+    # Names of this package in the first diff.
+    text = diffs[0].read_text()
+    flags = ", ".join(re.findall(r"muon_arguments\.(\w+)", text))
+    used = re.findall(r"from (megatron_muon\S*) import ((?:\w+, )*\w+)", text)
+    for module, names in (("megatron_muon.mcore.arguments", flags), *used):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name)
     for group in (*([diff] for diff in diffs), diffs):
         tree = tmp_path / str(len(list(tmp_path.iterdir())))
         for diff in group:
