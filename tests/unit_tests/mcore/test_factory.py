@@ -25,8 +25,11 @@ ONE_ITERATION = ("--train-iters", "1", "--lr-warmup-iters", "0")
 
 def _print_routes() -> None:
     """Print optimizer, is_expert, wd_mult and max_lr of every parameter once they are built."""
+    from emerging_optimizers.soap import SOAP
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from megatron.training import training
+
+    from megatron_muon.mcore.sharded_matrices import FSDPWholeMatrixOptimizer
 
     original = training.get_megatron_optimizer
 
@@ -36,6 +39,8 @@ def _print_routes() -> None:
         found = {}
         for inner in (child.optimizer for child in optimizer.chained_optimizers):
             name = type(inner).__name__.removeprefix("FSDP")
+            if isinstance(inner, SOAP | FSDPWholeMatrixOptimizer):
+                name = "soap"
             kind = "muon" if isinstance(inner, TensorParallelMuon) else name
             for group in inner.param_groups:
                 route = [kind, *(group[key] for key in ("is_expert_parallel", "wd_mult", "max_lr"))]
@@ -61,6 +66,7 @@ ADAM_MOE = (
     "flags",
     [
         pytest.param(ADAM_MOE, id="moe"),
+        pytest.param((*EP, "--optimizer", "soap"), id="soap"),
         slow((*MOE, SKIP_ROUTER, "--qk-layernorm", "--apply-wd-to-qk-layernorm"), id="router"),
         slow(("--muon-scalar-optimizer", "lion", "--add-qkv-bias"), id="lion_bias"),
     ],
@@ -73,10 +79,11 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
     upstreams, before = under_ddp(flags, _print_routes)
     expected = routes(launch(2, toy_gpt(*upstreams), before=before).check())
     assert found == expected
-    assert {"muon"} < {route[0] for route in found[0].values()}
-    routers = {route[0] for name, route in found[0].items() if ".router." in name}
-    assert routers <= {"AdamW" if SKIP_ROUTER in flags else "muon"}
-    assert "muon under Megatron-FSDP, this rank's model-parallel part: " in text
+    name = "soap" if "soap" in flags else "muon"
+    assert {name} < {route[0] for route in found[0].values()}
+    routers = {route[0] for key, route in found[0].items() if ".router." in key}
+    assert routers <= {"AdamW" if SKIP_ROUTER in flags else name}
+    assert f"{name} under Megatron-FSDP, this rank's model-parallel part: " in text
 
 
 def test_plan_is_logged_where_asked():

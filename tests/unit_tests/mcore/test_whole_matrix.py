@@ -7,6 +7,7 @@ the launcher, beside the same optimizer under DDP.
 """
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -17,8 +18,9 @@ from emerging_optimizers.utils.sinkhorn_mapper import SinkhornMapper
 from helpers import sharded_muon
 from helpers.device import kind
 from helpers.parity import Setting, check_trains_like_ddp, row
-from helpers.ranks import cached_cases, launch
+from helpers.ranks import cached_cases, launch, run_ranks
 from helpers.sharded_muon import build_optimizers, whole_matrix
+from helpers.toy_fsdp import build_model, build_optimizer, run_backward
 from helpers.toy_gpt import (
     BF16,
     EP,
@@ -176,3 +178,50 @@ def test_class_that_raises_ends_the_run_on_all_ranks():
     for output in run.outputs:
         assert "layers.0.mlp.linear_fc2.weight: ValueError: no convergence" in output
         assert "Load weights and optimizer from a checkpoint" in output
+
+
+# Without Megatron's classes of Muon, and ours, which have tests of their own.
+WALKED = sorted({*NAMES} - {"muon", "adaptive_muon"})
+
+
+def _walk() -> dict[str, Any]:
+    """Step every registered optimizer, built by its name, and name parameters unlike upstream's."""
+    from megatron.core.optimizer.emerging_optimizers import (
+        _default_adam_based_eopt_config_to_kwargs,
+    )
+
+    found: dict[str, Any] = {}
+    for name in WALKED:
+        model, optimizer_class = build_model(), registered_class(name)
+        try:
+            optimizer = build_optimizer(model, optimizer=name, clip_grad=0.0)
+        except RuntimeError as error:
+            found[name] = str(error)
+            continue
+        run_backward(model)
+        optimizer.prepare_grads()
+        kwargs = _default_adam_based_eopt_config_to_kwargs(name, optimizer.config, None, None)
+        taken = inspect.signature(optimizer_class).parameters
+        kwargs = {key: value for key, value in kwargs.items() if key in taken}
+        pairs = []
+        # The second one is Adam.
+        for param in optimizer.chained_optimizers[0].get_parameters():
+            whole = torch.nn.Parameter(param._local_tensor.clone())
+            whole.grad = param.grad._local_tensor.clone()
+            pairs.append((param, whole, optimizer_class([whole], **kwargs)))
+        with without_noise(name):
+            optimizer.step()
+            for _, _, reference in pairs:
+                reference.step()
+        found[name] = [
+            n for n, (p, w, _) in enumerate(pairs) if not torch.equal(p._local_tensor, w)
+        ]
+    return found
+
+
+def test_every_registered_optimizer_is_built_by_name():
+    """The factory builds each registered optimizer, with upstream's arguments for its class."""
+    (found,) = run_ranks(1, _walk).check().results
+    # Of weights as no model has them from the start.
+    assert "Sinkhorn-normalized matrices must have non-negative" in found.pop("sinkhorn_muon")
+    assert found == {name: [] for name in WALKED if name != "sinkhorn_muon"}
