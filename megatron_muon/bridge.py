@@ -34,7 +34,8 @@ class MuonOptimizerConfig(MuonOptions, OptimizerConfig):
     Bridge writes them to ``run_config.yaml``, and reads them from YAML files and overrides.
 
     Args:
-        optimizer: As in Megatron-LM: ``muon``, ``adaptive_muon`` or ``lion``, and ``adam``.
+        optimizer: ``muon``, ``adaptive_muon``, another name that emerging-optimizers registers,
+            such as ``soap``, or ``adam``.
     """
 
     optimizer: str = "muon"

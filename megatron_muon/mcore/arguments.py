@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.utils import log_single_rank
 
 from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
@@ -132,6 +133,18 @@ def adapt_arguments(args: argparse.Namespace) -> None:
         # validate twice.
         args.muon_momentum_dtype = getattr(args, "muon_momentum_dtype", args.exp_avg_dtype)
         args.exp_avg_dtype = "fp32"
+        if args.use_precision_aware_optimizer:
+            # Transformer Engine's Adam reads gradients from another attribute. Megatron-FSDP has a
+            # flag of its own for their dtype.
+            args.use_precision_aware_optimizer, args.main_grads_dtype = False, "fp32"
+            log_single_rank(
+                logger,
+                logging.INFO,
+                "--use-precision-aware-optimizer: momentum is %s (--exp-avg-dtype), gradients are "
+                "%s (--megatron-fsdp-main-grads-dtype), all other state is fp32",
+                args.muon_momentum_dtype,
+                args.megatron_fsdp_main_grads_dtype,
+            )
     if args.pipeline_model_parallel_size > 1:
         args.align_grad_reduce = False
 

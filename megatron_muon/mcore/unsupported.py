@@ -165,6 +165,22 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "Megatron offers it, but torch has no such precision",
         "use medium or high",
     ),
+    # Of Muon's command lines, it is adapted before.
+    Unsupported(
+        "--use-precision-aware-optimizer, but for Muon's --exp-avg-dtype",
+        "use_precision_aware_optimizer",
+        "other optimizers keep their states in float32",
+        "drop it",
+    ),
+    Unsupported(
+        "--main-params-dtype or --exp-avg-sq-dtype other than fp32",
+        lambda s: any(
+            str(s.get(name, "fp32")).removeprefix("torch.") not in ("fp32", "float32")
+            for name in ("main_params_dtype", "exp_avg_sq_dtype")
+        ),
+        "steps read float32 main weights, and the scalar optimizer keeps float32 second moments",
+        "leave them out; --exp-avg-dtype bf16 halves Muon's state",
+    ),
     # A flag of later releases.
     Unsupported(
         "--muon-use-syrk",

@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save")
     parser.add_argument("--load")
     parser.add_argument("--step", type=int, help="iteration to load; default: the last")
-    parser.add_argument("--optimizer", default="muon", help="muon, adaptive_muon, lion or adam")
+    parser.add_argument("--optimizer", default="muon", help="a name, such as muon, soap or adam")
     parser.add_argument("--ddp", action="store_true", help="upstream's optimizer, without sharding")
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--fp32", action="store_true")

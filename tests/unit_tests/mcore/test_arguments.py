@@ -83,6 +83,10 @@ REFUSALS = [
         ("--muon-fsdp-comm-dtype", "bf16", "--muon-fp32-matmul-prec", "high"),
         "--muon-fsdp-comm-dtype: expected fp32 for Newton-Schulz in fp32, got bf16",
     ),
+    (("--main-params-dtype", "fp16"), "--exp-avg-sq-dtype other than fp32: steps read float32"),
+    (("--exp-avg-sq-dtype", "bf16"), "--exp-avg-sq-dtype other than fp32: steps read float32"),
+    (("--use-precision-aware-optimizer", "--optimizer", "soap"), "keep their states in float32"),
+    (("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"), "accepted"),
     # Megatron-FSDP turns the flag on itself; it does not mean the layer-wise optimizer here.
     (("--use-distributed-optimizer",), "accepted"),
 ]

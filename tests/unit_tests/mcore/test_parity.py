@@ -336,3 +336,12 @@ def test_broken_newton_schulz_fails_these_tolerances(break_it, setting):
     run = train(2, flags, before=break_it)
     expected = reference(*setting.flags).losses
     assert max(relative_differences(run.losses, expected)) > 3 * setting.losses
+
+
+@pytest.mark.slow
+def test_precision_aware_flag_asks_for_the_dtype_of_momentum():
+    """Muon takes the dtype of momentum from the flags of the precision-aware optimizer."""
+    flags = fsdp_toy_gpt(ZERO[3], "--exp-avg-dtype", "bf16")
+    runs = [train(2, [*flags, *more]) for more in ((), ("--use-precision-aware-optimizer",))]
+    assert runs[0].losses == runs[1].losses != train(2, fsdp_toy_gpt(ZERO[3])).losses
+    assert "momentum is bf16 (--exp-avg-dtype)" in runs[1].outputs[0]

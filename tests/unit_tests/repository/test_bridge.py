@@ -24,6 +24,8 @@ pytestmark = [
 ENVIRONMENT = {"PYTHONPATH": f"{BRIDGE}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
 # Products in fp32, and fp32 messages: upstream's arithmetic.
 EXACT = "--fp32 optimizer.muon_fp32_matmul_prec=high"
+# The sum of two gradients has no order; a norm does.
+SOAP = "--fp32 --optimizer soap train.micro_batch_size=2 optimizer.clip_grad=0"
 EXPERTS = "--experts 4 model.expert_model_parallel_size=2"
 
 
@@ -57,6 +59,9 @@ def two_ranks(folder):
         "saved": f"{EXACT} --save {folder}/dense",
         "resumed": f"{EXACT} --load {folder}/dense --step 3",
         "dist_muon": f"{EXACT} --optimizer dist_muon",
+        "soap_ddp": f"{SOAP} --ddp",
+        "soap": f"{SOAP} --save {folder}/soap",
+        "soap_resumed": f"{SOAP} --load {folder}/soap --step 3",
         "options": "optimizer.muon_momentum_dtype=bf16 optimizer.muon_split_glu=true "
         "optimizer.muon_fsdp_offload_momentum=true",
         "plain": "",
@@ -79,9 +84,10 @@ def test_losses_are_those_of_upstreams_muon_under_ddp(two_ranks):
     assert len(got) == 6
     assert got == pytest.approx(expected, rel=2e-6)
     assert two_ranks["dist_muon"] == two_ranks["saved"]
+    assert two_ranks["soap"] == two_ranks["soap_ddp"]
 
 
-@pytest.mark.parametrize("name", ["saved", "experts", "stages"])
+@pytest.mark.parametrize("name", ["saved", "soap", "experts", "stages"])
 def test_resumed_run_has_the_losses_of_the_first(two_ranks, name):
     """A resumed run of Bridge has the losses of the first, also gated, with experts or stages."""
     resumed = {"saved": "resumed"}.get(name, f"{name}_resumed")
