@@ -92,6 +92,15 @@ class PlanSettings:
     # Every plan of docs/performance.md needs less. When a step runs, activations are gone.
     staging_bytes: int = 11 * 10**9 // 2
 
+    def for_whole_matrices(self) -> "PlanSettings":
+        """Return the numbers of a plan whose owners step matrices one by one.
+
+        Weights and gradients travel to them, and new weights come back.
+        """
+        cost = dataclasses.replace(self.cost, stack_tiles=1)
+        dtypes = CommDtypes("float32", "float32", num_inputs=2)
+        return dataclasses.replace(self, cost=cost, dtypes=dtypes, max_owners=1)
+
     def staging_budget(self, num_plans: int) -> "PlanSettings":
         """Return the settings of one of several plans of a rank: they share the memory equally."""
         return dataclasses.replace(self, staging_bytes=self.staging_bytes // num_plans)

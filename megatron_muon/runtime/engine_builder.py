@@ -152,6 +152,8 @@ def _resolve(
 
 def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> PlanSettings:
     """Adapt the dtypes and owners of a plan to a method, a user's function or an owner."""
+    if newton_schulz.owner is not None:
+        return plan.for_whole_matrices()
     method, dtypes = newton_schulz.method, plan.dtypes
     if isinstance(method, Namo):
         dtypes = dataclasses.replace(dtypes, num_norms=2)
@@ -160,8 +162,6 @@ def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> Plan
         dtypes = dataclasses.replace(dtypes, scatter_dtype="float32")
     # Both are called with whole matrices.
     is_whole = isinstance(method, StackMethod) or newton_schulz.function is not None
-    if newton_schulz.owner is not None:
-        is_whole, dtypes = True, dataclasses.replace(dtypes, num_inputs=2)
     return dataclasses.replace(plan, dtypes=dtypes, max_owners=1 if is_whole else plan.max_owners)
 
 

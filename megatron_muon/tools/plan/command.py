@@ -29,6 +29,7 @@ from megatron_muon.tools.plan.summary import (
     memory_under_megatron_fsdp,
     size_of_shape,
     summary,
+    summary_of_soap,
 )
 from megatron_muon.tools.plan.timeline import draw
 from megatron_muon.user_errors import in_flags
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     output = parser.add_argument_group("output: a summary")
     output.add_argument("--json", action="store_true", help="figures by rank, as JSON")
+    output.add_argument("--soap", action="store_true", help="figures of SOAP instead")
     output.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw the step of the slowest GPU and its links"
     )
@@ -115,7 +117,8 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
         }
     )
     cost = CostModel.parse(settings.cost_model, CostModel(backend=settings.newton_schulz))
-    return settings.plan_settings(cost, is_bf16=options.muon_fp32_matmul_prec == "medium")
+    plan = settings.plan_settings(cost, is_bf16=options.muon_fp32_matmul_prec == "medium")
+    return plan.for_whole_matrices() if options.soap else plan
 
 
 def _under_megatron(
@@ -190,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.svg.write_text(draw(slowest.spans, title))
     except (OSError, ValueError) as error:
         parser.error(in_flags(str(error)))
-    if options.json:
+    if options.soap:
+        lines = [*summary_of_soap(plans, report)]
+    elif options.json:
         lines = [json.dumps({**vars(report), "ranks": [vars(rank) for rank in report.ranks]})]
     else:
         lines = [

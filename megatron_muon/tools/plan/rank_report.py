@@ -159,7 +159,7 @@ def _add_traffic(
             ranks[rank].bytes_sent += sum(sent)
             ranks[rank].bytes_received += sum(received)
             times_ns[rank] += max(messages_ns(cost, *sent), messages_ns(cost, *received))
-    return rows.sent.total(), rows_ns, results_ns
+    return rows.sent.total() // dtypes.num_inputs, rows_ns, results_ns
 
 
 def all_gather_ns(cost: CostModel, ranks: Sequence[int], num_bytes: int) -> int:

@@ -55,9 +55,9 @@ class SizeCounter:
     def traffic(self, indices: Iterable[int]) -> tuple[Traffic, Results]:
         """Return the traffic of rows in a bucket, and the results by shard.
 
-        Results include an owner's own shard, if it has replicas.
+        Rows are those of all inputs. Results include an owner's own shard, if it has replicas.
         """
-        plan = self.plan
+        plan, num_inputs = self.plan, self.plan.dtypes.num_inputs
         rows = Traffic(Counter(), Counter())
         results: Results = defaultdict(Counter)
         for index in indices:
@@ -65,7 +65,8 @@ class SizeCounter:
                 owner = plan.owners[index][part]
                 source = source_of(holders, owner)
                 if source != owner:
-                    rows.add(source, owner, elements, plan.cost.is_on_one_node((source, owner)))
+                    on_node = plan.cost.is_on_one_node((source, owner))
+                    rows.add(source, owner, num_inputs * elements, on_node)
                 if len(holders) > 1 or source != owner:
                     results[holders][owner] += elements
         return rows, results
@@ -83,7 +84,7 @@ class SizeCounter:
         sizes = {}
         for rank in {*stacks, *sends, *receives, *(rank for counts in rows for rank, _ in counts)}:
             sent, received = (counts[rank, True] + counts[rank, False] for counts in rows)
-            stacked = sum(map(stack_elements, stacks.get(rank, ())))
+            stacked = self.plan.dtypes.num_inputs * sum(map(stack_elements, stacks.get(rank, ())))
             sizes[rank] = BucketSizes(sent, received, stacked, sends[rank], receives[rank])
         return sizes
 
@@ -92,7 +93,8 @@ class SizeCounter:
         plan = self.plan
         by_bucket = [self.sizes(bucket) for bucket in plan.buckets]
         local = plan.stacks(plan.local)
-        nothing, width = BucketSizes(0, 0, 0, 0, 0), DTYPE_BYTES[plan.dtypes.stack_dtype]
+        nothing = BucketSizes(0, 0, 0, 0, 0)
+        width = plan.dtypes.num_inputs * DTYPE_BYTES[plan.dtypes.stack_dtype]
         return {
             rank: PlanStaging(
                 tuple(sizes.get(rank, nothing).in_bytes(plan.dtypes) for sizes in by_bucket),

@@ -4,9 +4,11 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, get_args
 
+from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Splits
 from megatron_muon.tools.plan.model_shape import ModelShape, Parameter
 from megatron_muon.tools.plan.rank_report import Report
@@ -194,6 +196,25 @@ def summary(
         f"backward passes at {model_tflops:.0f} TFLOP/s a GPU; the step is {share:.1%}"
     )
     yield f"bound by {_bound(report)}"
+
+
+def summary_of_soap(plans: Sequence[ExchangePlan], report: Report) -> Iterator[str]:
+    """Yield the lines that tell states, arithmetic and messages of SOAP.
+
+    Source: ``soap.py`` of emerging-optimizers 0.3.0, which renews eigenbases in every step.
+    """
+    states, operations = Counter[int](), Counter[int]()
+    for plan in plans:
+        for matrix, (owner,) in zip(plan.matrices, plan.owners, strict=True):
+            for m, n in matrix.blocks:
+                # A factor and an eigenbasis of each side, and the averages of Adam, in float32.
+                states[owner] += 8 * (m * m + n * n + m * n)
+                # Products of the matrix with each side. Of a side two products and its QR.
+                operations[owner] += 10 * m * n * (m + n) + 6 * (m**3 + n**3)
+    sent = Counter({rank.rank: rank.bytes_sent for rank in report.ranks})
+    for text, of in (("MB of states", states), ("MFLOP a step", operations), ("MB sent", sent)):
+        mean, most = of.total() / len(report.ranks) / 1e6, max(of.values()) / 1e6
+        yield f"SOAP, {text} a GPU: {mean:,.0f}, at most {most:,.0f}"
 
 
 def _bound(report: Report) -> str:

@@ -28,6 +28,8 @@ CPU_RANKS = CostModel(
     stack_tiles=32,
 )
 BF16 = CommDtypes("bfloat16", "bfloat16")
+# Weights and gradients travel.
+TWO_INPUTS = CommDtypes("float32", "float32", num_inputs=2)
 # Newton-Schulz is so slow that matrices are split, and stacks hold a few small matrices.
 SLOW = CostModel(tflops=1e-7, all_reduce_us=0, ranks_per_node=2, stack_tiles=4)
 
@@ -141,11 +143,16 @@ def _fullest_bytes(plan: ExchangePlan) -> int:
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3) -> ExchangePlan:
+def plans(
+    draw: st.DrawFn,
+    max_matrices: int = 8,
+    max_replicas: int = 3,
+    dtypes: Sequence[CommDtypes] = (BF16, CommDtypes("float32", "bfloat16")),
+) -> ExchangePlan:
     """Plans with and without replicas, split matrices, and stacks."""
     return plan_of(
         draw(matrix_lists(max_matrices, max_replicas)),
-        dtypes=draw(st.sampled_from([BF16, CommDtypes("float32", "bfloat16")])),
+        dtypes=draw(st.sampled_from(dtypes)),
         # Most of the time of a draw is the search for buckets that fit.
         staging_bytes=draw(st.sampled_from([2**31, 2**31, 3000, 1])),
         max_owners=draw(st.sampled_from([1, 8])),

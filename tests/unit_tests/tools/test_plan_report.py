@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from helpers.layouts import one_matrix, plan_of, plans, rows_cut_at, whole_matrix
+from helpers.layouts import BF16, TWO_INPUTS, one_matrix, plan_of, plans, rows_cut_at, whole_matrix
 from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +58,7 @@ def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]
 
 
 @settings(max_examples=50)
-@given(plans())
+@given(plans(dtypes=[BF16, TWO_INPUTS]))
 def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
     """The report counts bytes, staging memory and calls of each rank without its plan.
 
