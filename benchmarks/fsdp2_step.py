@@ -3,9 +3,11 @@
 """Time a step of fsdp2.Muon against its peers on FSDP2 parameters, on GPUs or on gloo ranks.
 
     torchrun --nproc-per-node 4 benchmarks/fsdp2_step.py --hidden 128 --layers 4 --peers DIR
+    torchrun --nproc-per-node 4 benchmarks/fsdp2_step.py --soap --layers 1 --peers DIR
 
-Needs no megatron. Two peers are in no registry. Copy into DIR, under the same paths: ``dion/``
-(microsoft/dion) and ``torchtitan/distributed/flex_shard/`` (pytorch/torchtitan, DistMuon).
+Needs no megatron. Three peers are in no registry. Copy into DIR, under the same paths: ``dion/``
+(microsoft/dion), ``torchtitan/distributed/flex_shard/`` (pytorch/torchtitan, DistMuon) and for
+``--soap`` ``distributed_shampoo/`` (facebookresearch/optimizers).
 
 Every peer has the same parameters, sharded by ``fully_shard``, and the same gradients. Layouts:
 
@@ -29,9 +31,14 @@ rounding is off by up to 0.05.
 The same for all: ``torch.compile`` is off, and where the CPU has no bf16 instructions, products of
 bf16 matrices are computed in fp32. No peer is tuned. AdamW stands for the time that Muon should
 come near.
+
+``--soap`` compares SOAP instead: this package's, and the lossless distributor of Shampoo in both of
+its modes, with an eigenbasis by QR in every step. They are variants of one algorithm: updates
+differ. "Kept" is the memory of tensors that stay between steps beside parameters and gradients.
 """
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import json
@@ -48,12 +55,17 @@ import torch.distributed as dist
 from measure import CollectiveCounter, of_all_ranks, setup_of, start_ranks, step_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.95, 0.1
 OURS, OURS_FP32 = "megatron_muon", "megatron_muon, fp32 messages"
 # Modules of the peers that may not be installed.
-PACKAGES = {"dion": "dion", "DistMuon": "torchtitan.distributed.flex_shard.dist_muon"}
+PACKAGES = {
+    "dion": "dion",
+    "DistMuon": "torchtitan.distributed.flex_shard.dist_muon",
+    "Shampoo, ROUND_ROBIN": "distributed_shampoo",
+    "Shampoo, REPLICATE": "distributed_shampoo",
+}
 LAYOUTS = "even", "remainders", "experts", "tiny", "HSDP", "TP x FSDP"
 Shapes = Sequence[tuple[int, ...]]
 Params = list[torch.nn.Parameter]
@@ -129,10 +141,68 @@ class _Stream(torch.cpu.Stream):
         super().__init__(priority)
 
 
+def _our_soap(params: Params) -> torch.optim.Optimizer:
+    """Build this package's optimizer with emerging-optimizers' SOAP."""
+    from megatron_muon.fsdp2 import Muon
+
+    return Muon(params, LR, weight_decay=WEIGHT_DECAY, optimizer_class="soap")
+
+
+def _shampoo(strategy: str) -> Builder:
+    def build(params: Params) -> torch.optim.Optimizer:
+        """Build SOAP of Shampoo over whole matrices, as its documentation asks for."""
+        shampoo: Any = importlib.import_module("distributed_shampoo")
+        if params[0].device.type == "cpu":
+            dist.all_to_all = _all_to_all
+        first: Any = params[0]
+        if first.device_mesh.ndim > 1:
+            # Ranks make the groups of its hybrid distributor in different orders.
+            raise NotImplementedError("its hybrid distributor waits for ever over gloo")
+        assigned = getattr(shampoo.FSDPParamAssignmentStrategy, strategy)
+        return shampoo.DistributedShampoo(
+            params,
+            LR,
+            betas=(0.9, 0.95),
+            epsilon=1e-8,
+            weight_decay=WEIGHT_DECAY,
+            max_preconditioner_dim=8192,
+            precondition_frequency=1,
+            preconditioner_config=shampoo.DefaultSOAPConfig,
+            # Matrices, rather than vectors of all their elements, where these are few.
+            distributed_config=shampoo.FullyShardDistributedConfig(
+                param_assignment_strategy=assigned, target_parameter_dimensionality=2
+            ),
+        )
+
+    return build
+
+
+def _all_to_all(
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Exchange tensors of any sizes; gloo's collective of lists takes equal sizes alone."""
+    sizes = [[tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)]
+    received = torch.empty(sum(sizes[0]), dtype=inputs[0].dtype)
+    dist.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
+    torch._foreach_copy_(outputs, received.split(sizes[0]))
+
+
+def _adamw(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, foreach=True)
+
+
+SOAP_PEERS: Mapping[str, Builder] = {
+    OURS: _our_soap,
+    "AdamW": _adamw,
+    "Shampoo, ROUND_ROBIN": _shampoo("ROUND_ROBIN"),
+    "Shampoo, REPLICATE": _shampoo("REPLICATE"),
+}
 PEERS: Mapping[str, Builder] = {
     OURS: _ours("bf16"),
     OURS_FP32: _ours("fp32"),
-    "AdamW": lambda params: torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, foreach=True),
+    "AdamW": _adamw,
     "torch.optim.Muon": lambda params: torch.optim.Muon(params, LR, WEIGHT_DECAY, MOMENTUM),
     "dion": _dion,
     "DistMuon": _dist_muon,
@@ -193,14 +263,15 @@ class Stepped:
 
     Attributes:
         update: Local change of each parameter by the first step.
-        counts: Numbers of collectives and of the bytes that this rank sends.
+        counts: Numbers of collectives and of the bytes that this rank sends and keeps.
     """
 
-    def __init__(self, peer: str, layout: str, mesh: DeviceMesh, shapes: Shapes) -> None:
+    def __init__(self, build: Builder, layout: str, mesh: DeviceMesh, shapes: Shapes) -> None:
         params = _sharded(layout, mesh, shapes, seed=0)
         self._params: Any = params
         self._grads = [param.detach() for param in _sharded(layout, mesh, shapes, seed=1)]
-        self.optimizer = PEERS[peer](params)
+        bytes_before = _kept_bytes()
+        self.optimizer = build(params)
         # Their own memory: no operations of DTensor.
         locals_ = [param.detach().to_local() for param in self._params]
         before = [local.clone() for local in locals_]
@@ -210,9 +281,14 @@ class Stepped:
         self.set_gradients()
         with CollectiveCounter() as counter:
             self.optimizer.step()
+        for param in params:
+            param.grad = None
+        del before
+        kept = _kept_bytes() - bytes_before - sum(x.nbytes for x in self.update)
         self.counts = {
             "calls": counter.calls.total(),
             "bytes_by_collective": dict(counter.num_bytes),
+            "kept_bytes": kept,
         }
 
     def set_gradients(self) -> None:
@@ -229,6 +305,15 @@ class Stepped:
         return sum(rank.bytes_sent for rank in report.ranks)
 
 
+def _kept_bytes() -> int:
+    """Return the memory of all tensors of this process, without DTensors, which are counted."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    shards = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+    storages = (x.untyped_storage() for x in shards)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def _difference(update: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
     """Return the largest relative difference of a parameter's update, over all ranks."""
     pairs = zip(update, other, strict=True)
@@ -242,20 +327,21 @@ def compare(layout: str, options: argparse.Namespace, device: torch.device) -> d
     """Return a row for each peer: its step in this layout, or its error."""
     mesh = _mesh(layout, device)
     shapes = shapes_of(layout, options.hidden, options.layers)
+    peers, reference = (SOAP_PEERS, OURS) if options.soap else (PEERS, OURS_FP32)
     rows: dict[str, dict[str, Any]] = {}
     stepped: dict[str, Stepped] = {}
-    for peer in PEERS:
+    for peer, build in peers.items():
         error = None
         if peer in PACKAGES and not _is_there(PACKAGES[peer]):
             error = "not installed"
         else:
             try:
-                stepped[peer] = Stepped(peer, layout, mesh, shapes)
+                stepped[peer] = Stepped(build, layout, mesh, shapes)
             except Exception as raised:  # of any kind: it is a result
                 error = f"{type(raised).__name__}: {str(raised).partition('\n')[0]}"
         rows[peer] = {"error": next(filter(None, of_all_ranks(error)), None)}
     stepped = {peer: stepped[peer] for peer, row in rows.items() if row["error"] is None}
-    if missing := {OURS, OURS_FP32, "AdamW"} - stepped.keys():
+    if missing := {OURS, reference, "AdamW"} - stepped.keys():
         # All others are held against them.
         raise RuntimeError(f"{layout}: expected a step of {missing}, got {rows}")
     seconds: dict[str, list[float]] = {peer: [] for peer in stepped}
@@ -271,12 +357,13 @@ def compare(layout: str, options: argparse.Namespace, device: torch.device) -> d
             "calls": max(of_rank["calls"] for of_rank in counts),
             "bytes_a_rank": max(kinds.total() for kinds in sent),
             "bytes_by_collective": dict(sum(sent, Counter())),
+            "kept_bytes": [of_rank["kept_bytes"] for of_rank in counts],
             "step_ms": step_ms[peer],
             "over_adamw": step_ms[peer] / step_ms["AdamW"],
             "over_ours": step_ms[peer] / step_ms[OURS],
         }
         if peer != "AdamW":
-            rows[peer]["update_error"] = _difference(steps.update, stepped[OURS_FP32].update)
+            rows[peer]["update_error"] = _difference(steps.update, stepped[reference].update)
         if peer in (OURS, OURS_FP32):
             rows[peer]["plan_bytes"] = steps.planned_bytes()
     return rows
@@ -284,13 +371,15 @@ def compare(layout: str, options: argparse.Namespace, device: torch.device) -> d
 
 def _lines(layout: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for peer, row in rows.items():
-        cells = [row["error"], *"-----"] if "error" in row else [
+        cells = [row["error"], *"-------"] if "error" in row else [
             f"{row['step_ms']:.1f}",
             f"{row['over_adamw']:.2f}",
             f"{row['over_ours']:.2f}",
             f"{row['calls']}",
             f"{row['bytes_a_rank'] / 1e3:.1f}",
             f"{row['update_error']:.3f}" if "update_error" in row else "-",
+            f"{max(row['kept_bytes']) / 1e6:.2f}",
+            f"{sum(row['kept_bytes']) / 1e6:.2f}",
         ]  # fmt: skip
         yield f"| {layout} | {peer} | {' | '.join(cells)} |"
 
@@ -302,6 +391,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each peer")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--soap", action="store_true", help="SOAP in place of Muon")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="where packages are installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     options = parser.parse_args()
@@ -322,8 +412,11 @@ def main() -> int:
     if dist.get_rank() == 0:
         setup = setup_of(options, "hidden", "layers", "rounds")
         print(", ".join(f"{key} {value}" for key, value in setup.items()))
-        print("| layout | peer | step ms | / AdamW | / ours | calls | kB a rank | update |")
-        print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+        print(
+            "| layout | peer | step ms | / AdamW | / ours | calls | kB a rank | update "
+            "| kept MB, fullest | kept MB, all |"
+        )
+        print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
         for layout, rows in layouts.items():
             print(*_lines(layout, rows), sep="\n")
         if options.json is not None:

@@ -179,6 +179,25 @@ def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
     assert "| experts | torch.optim.Muon | ValueError: Muon only supports 2D" in run.outputs[0]
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_fsdp2_step_counts_bytes_and_states_of_soap(tmp_path):
+    """The benchmark of SOAP counts the bytes of the plan, and states alone as kept memory."""
+    path = tmp_path / "step.json"
+    flags = "--soap --hidden 16 --layers 1 --rounds 1 --layouts even --json".split()
+    run = launch(2, [*flags, str(path)], script=ROOT / "benchmarks" / "fsdp2_step.py").check()
+    rows = json.loads(path.read_text())["layouts"]["even"]
+    ours, sent = rows["megatron_muon"], rows["megatron_muon"]["bytes_by_collective"]
+    # Half of 12 x 16 x 16 elements: weights and gradients there, 4 bytes back.
+    assert sum(sent.values()) - sent["allreduce"] == ours["plan_bytes"] == 6 * 16 * 16 * 12
+    squares = sum(a * a + b * b + a * b for a, b in ((1, 1), (3, 1), (4, 1), (1, 4)))
+    # Beside them numbers of steps.
+    assert 0 <= sum(ours["kept_bytes"]) - 8 * 16 * 16 * squares < 1000
+    assert sum(rows["AdamW"]["kept_bytes"]) - 8 * 12 * 16 * 16 < 1000
+    assert rows["Shampoo, ROUND_ROBIN"] == rows["Shampoo, REPLICATE"] == {"error": "not installed"}
+    assert "| even | megatron_muon |" in run.outputs[0]
+
+
 def test_device_time_steps_the_plan_of_a_large_job(load, monkeypatch):
     """The benchmark of device time steps the plan of a large job."""
     event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 1.0)
