@@ -3,11 +3,15 @@
 """Final loss of AdamW and Muon by learning rate and other settings, with three seeds.
 
     .venv/bin/python scripts/learning_rate_sweep.py
+    .venv/bin/python scripts/learning_rate_sweep.py --soap
 
 A small byte-level transformer learns the sources of Python's standard library, in one process a
 run, on CPUs. The second part changes one setting at a time, from the best rates of the first, at
 the smaller width. Finished runs are kept in ``sweep_output/runs.jsonl``: another call goes on where
 the last one ended. Then it prints the tables of docs/adamw_to_muon.md, and writes their picture.
+
+``--soap`` trains SOAP beside AdamW and Muon instead, at the larger width, the quickstart's. It
+prints the tables of docs/optimizers.md, and draws the losses by step at the best rates.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from byte_dataset import VOCAB_SIZE, read_documents, standard_library_files
+from maintainer import loss_plot
 from torch import nn
 
 from megatron_muon.fsdp2 import MuonAdamW
@@ -39,6 +44,12 @@ RATES = {
     "Muon, spectral": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
 }
 COLORS = {"AdamW": "#d55e00", "Muon, match_adamw": "#0072b2", "Muon, spectral": "#009e73"}
+# Around the best rates of AdamW and Muon at width 128.
+BESIDE_SOAP = {
+    "AdamW": (1e-3, 2e-3, 4e-3),
+    "Muon, match_adamw": (8e-3, 1.6e-2, 3.2e-2),
+    "SOAP": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+}
 # AdamW for half of the steps, then Muon for its matrices, at one learning rate.
 SWITCH = "AdamW, then Muon"
 # Of the first part (docs/adamw_to_muon.md), for the second part alone; half of them at width 128.
@@ -51,7 +62,7 @@ class Run(NamedTuple):
     """One training run.
 
     Args:
-        optimizer: A key of ``RATES``, or ``SWITCH``.
+        optimizer: A key of ``RATES`` or of ``BESIDE_SOAP``, or ``SWITCH``.
         width: Hidden size.
         rate: Highest learning rate.
         seed: Of weights and of the order of the data.
@@ -138,6 +149,8 @@ def optimizer_of(name: str, model: nn.Module, run: Run) -> torch.optim.Optimizer
     options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": run.weight_decay}
     if name == "AdamW":
         return torch.optim.AdamW(model.parameters(), run.rate, **options)
+    if name == "SOAP":
+        return MuonAdamW.from_model(model, run.rate, optimizer_class="soap", **options)
     options |= {"scale_mode": SCALES.get(name, "match_adamw"), "fp32_matmul_prec": "high"}
     options |= {"momentum": run.momentum, "nesterov": run.nesterov}
     return MuonAdamW.from_model(model, run.rate, **options)
@@ -294,6 +307,33 @@ def settings_table(results: dict[Run, dict[str, Any]], bases: Sequence[Run]) -> 
         yield f"| {label} | " + " | ".join("; ".join(cells(label, base)) for base in bases) + " |"
 
 
+def compare_with_soap(options: argparse.Namespace, file: Path) -> None:
+    """Train what is missing of SOAP, AdamW and Muon, print their tables, and draw their losses."""
+    width = max(options.widths)
+    curves = [(optimizer, rate) for optimizer, rates in BESIDE_SOAP.items() for rate in rates]
+    runs = [Run(o, width, rate, s, options.steps) for s in options.seeds for o, rate in curves]
+    results = train_all(runs, file, options.workers)
+    points, drawn = points_of(results), []
+    print("\n".join(tables(results, options.steps)))
+    for optimizer in BESIDE_SOAP:
+        rate = best_rate(points, optimizer, width)
+        of_seeds = [
+            r["losses"] for run, r in results.items() if run[:3] == (optimizer, width, rate)
+        ]
+        means = map(statistics.fmean, zip(*of_seeds, strict=True))
+        drawn.append(
+            {
+                "optimizer": optimizer,
+                "learning_rate": rate,
+                "losses": dict(enumerate(means, 1)),
+                "validation_losses": {
+                    options.steps: statistics.fmean(points[optimizer, width][rate])
+                },
+            }
+        )
+    (options.output / "soap.svg").write_text(loss_plot.draw(drawn))
+
+
 def draw(points: Points) -> str:
     """Return a picture: loss by learning rate, a panel a width, bands from the seeds."""
     widths = sorted({width for _, width in points})
@@ -355,9 +395,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each")
     parser.add_argument("--settings", action="store_true", help="second part alone, at known rates")
+    parser.add_argument("--soap", action="store_true", help="SOAP beside AdamW and Muon instead")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     file, steps = options.output / "runs.jsonl", options.steps
+    if options.soap:
+        compare_with_soap(options, file)
+        return
     pairs, points = list(itertools.product(options.seeds, options.widths)), {}
     if not options.settings:
         curves = [(optimizer, rate) for optimizer, rates in RATES.items() for rate in rates]

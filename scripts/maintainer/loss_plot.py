@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # Fixed per optimizer, not by position, and distinguishable for color-blind readers.
-COLORS = {"muon": "#0072b2", "adam": "#d55e00"}
+COLORS = {"muon": "#0072b2", "adam": "#d55e00", "soap": "#009e73"}
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 56, 700, 40, 350
 
@@ -53,7 +53,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> str:
     title = "loss, nats per byte (thin: training; thick: its mean of 10; dots: validation)"
     parts += [f'<text x="{LEFT - 8}" y="{TOP - 18}">{title}</text>', "</g>"]
     for number, run in enumerate(runs):
-        color = COLORS[run["optimizer"]]
+        color = next(c for name, c in COLORS.items() if run["optimizer"].lower().startswith(name))
         losses = {int(i): loss for i, loss in run["losses"].items() if loss is not None}
         means = {
             i: statistics.fmean(losses[j] for j in range(i - 9, i + 1) if j in losses)

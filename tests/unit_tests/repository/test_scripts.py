@@ -219,3 +219,19 @@ def test_sweep_goes_on_and_draws(tmp_path, monkeypatch, capsys):
     sweep.main()
     table = capsys.readouterr().out
     assert again.endswith(table) and "| momentum |  | 0.9: " in table
+
+
+@pytest.mark.slow
+@pytest.mark.cpu_only
+def test_sweep_draws_soap_beside_others(tmp_path, monkeypatch, capsys):
+    """The comparison with SOAP has a row and a curve for each optimizer."""
+    rates = {name: rates[1:2] for name, rates in sweep.BESIDE_SOAP.items()}
+    monkeypatch.setattr(sweep, "BESIDE_SOAP", rates)
+    flags = f"--soap --output {tmp_path} --steps 3 --widths 32 --seeds 0 1 --workers 1"
+    monkeypatch.setattr(sys, "argv", ["learning_rate_sweep.py", *flags.split()])
+    sweep.main()
+    printed, picture = capsys.readouterr().out, (tmp_path / "soap.svg").read_text()
+    for name, (rate,) in rates.items():
+        assert f"| {name}, 32 | {rate:g} |" in printed
+        assert f"{name}, learning rate {rate:g}" in picture
+    assert len(sweep.finished(tmp_path / "runs.jsonl")) == 6
