@@ -323,7 +323,7 @@ def compare_with_soap(options: argparse.Namespace, file: Path) -> None:
         means = map(statistics.fmean, zip(*of_seeds, strict=True))
         drawn.append(
             {
-                "optimizer": optimizer,
+                "optimizer": optimizer.partition(",")[0],
                 "learning_rate": rate,
                 "losses": dict(enumerate(means, 1)),
                 "validation_losses": {
