@@ -143,6 +143,8 @@ class Agreement:
     ) -> set[torch.Tensor]:
         """Agree on all ranks to step, and return the parameters without a gradient.
 
+        With ``sync`` also parameters of which this rank has no elements: it may own a matrix.
+
         Args:
             known_problems: Other problems of this rank, as sentences.
             fresh_params: Parameters whose state is fresh in this step on this rank.
@@ -173,10 +175,12 @@ class Agreement:
                 grads.append((parameter.name, local_tensor(grad)))
         if problems and self._mode != "sync":
             raise RuntimeError("\n".join([*problems, _ADVICE]))
+        without = set(missing)
         if self._mode != "off":
             fresh = [k for k, held in self.holders.items() if held.param in fresh_params]
-            self._agree(problems, missing, fresh, find_not_finite(grads, self._device))
-        return {self.holders[key].param for key in missing}
+            not_finite = find_not_finite(grads, self._device)
+            without |= self._agree(problems, missing, fresh, not_finite)
+        return {self.holders[key].param for key in without & self.holders.keys()}
 
     def _agree(
         self,
@@ -184,8 +188,12 @@ class Agreement:
         missing: Sequence[GradientKey],
         fresh: Sequence[GradientKey],
         not_finite: NotFinite,
-    ) -> None:
-        """Reduce the flags of a step, and read them now or later; see ``check()``."""
+    ) -> set[GradientKey]:
+        """Reduce the flags of a step, and read them now or later; see ``check()``.
+
+        Returns:
+            Parameters without a gradient on other ranks, if they are read now.
+        """
         # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on
         # the device: for a copy of the counts the host would wait for all of the backward pass.
         counts = torch.full((2,), len(missing) + len(fresh), dtype=torch.int32, device=self._device)
@@ -201,22 +209,26 @@ class Agreement:
         flags = _Flags(counts, copied, not_finite.explain, missing, fresh)
         if self._mode == "next_step":
             self._last, self._num_steps = flags, self._num_steps + 1
-            return
+            return set()
         num_problems, num_unusual = flags.read()
         # Only now, once a rank has a problem: the usual step pays for eight bytes.
         if num_problems:
             problems += not_finite.explain()
             raise_where_any_rank_fails(problems, self._group, self._device, _ADVICE)
         # All ranks come here together, also without missing gradients: they have the same sum.
-        if num_unusual:
-            self._refuse_one_sided(flags)
+        return self._refuse_one_sided(flags) if num_unusual else set()
 
-    def _refuse_one_sided(self, flags: _Flags) -> None:
-        """Raise on all ranks where holders of a parameter differ in gradients or fresh state."""
-        problems = []
+    def _refuse_one_sided(self, flags: _Flags) -> set[GradientKey]:
+        """Raise on all ranks where holders of a parameter differ in gradients or fresh state.
+
+        Returns:
+            Parameters without a gradient.
+        """
+        problems, without = [], set[GradientKey]()
         held = {key for key, own in self.holders.items() if local_tensor(own.param).numel()}
         mine = own_rank(), flags.missing, flags.fresh
         for rank, missing, fresh in gather_objects(mine, self._group):
+            without.update(missing)
             problems += [
                 f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, "
                 f"got none on rank {rank}. Let all ranks use the parameter in the loss"
@@ -231,6 +243,7 @@ class Agreement:
             ]
         advice = _ADVICE if self._mode == "sync" else _DIVERGED
         raise_where_any_rank_fails(problems, self._group, self._device, advice)
+        return without
 
 
 def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attributes of GradScaler's

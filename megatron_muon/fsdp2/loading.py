@@ -20,15 +20,15 @@ from megatron_muon.fsdp2.parameters import (
 from megatron_muon.fsdp2.settings import PLANNED, key_problems, layout_of
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.tensors import are_same, sharding_of
+from megatron_muon.step.owner_state import STEP_OF_ALL, STEP_OF_OWNER
 from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
-from megatron_muon.step.whole_matrix import STEP_OF_ALL, STEP_OF_OWNER
 
 _THROUGH_DCP = "Load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
 type Followed = Sequence[weakref.ref[torch.Tensor]]
 
-# Keys of a parameter's state in Muon, the second only if it is adaptive.
-_MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER}
+# Keys of a parameter's state in Muon, the second of AdaMuon, the third where owners have more.
+_MUON_KEYS = {"momentum_buffer", MOMENT2_BUFFER, STEP_OF_ALL}
 _OF_MUON = _MUON_KEYS | {MAIN_PARAM}
 _KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
 _PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
@@ -65,10 +65,10 @@ def arrange_state(
     groups = []
     for number, (group, algorithm) in enumerate(zip(own_groups, algorithms, strict=True)):
         values, num_problems = group, len(problems)
-        is_owned = algorithm == "muon" and settings["optimizer_class"] is not None
         for param in group["params"]:
             key, values = saved_params.get(names[param], (None, {}))
             saved = state_dict["state"].get(key, {})
+            is_owned = STEP_OF_ALL in fresh.get(param, {})
             current = {
                 key: value
                 for key, value in fresh.get(param, {}).items()
@@ -121,7 +121,9 @@ def arrange_state(
 def _owned_problem(current: Group, saved: Group) -> str | None:
     """Describe a mismatch of the state of owned matrices, or return None."""
     if missing := sorted(current.keys() - saved.keys()):
-        return f"expected {missing} of matrices that this rank owns, got none. {_THROUGH_DCP}"
+        return (
+            f"expected {missing} of the same method or class, got {sorted(saved)}. {_THROUGH_DCP}"
+        )
     for key, like in current.items():
         if key.endswith(STEP_OF_OWNER) and saved[key] != saved[STEP_OF_ALL]:
             return (

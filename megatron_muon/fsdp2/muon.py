@@ -190,7 +190,6 @@ class Muon(torch.optim.Optimizer):
                 [self._matrices],
                 parameters,
                 arguments.settings,
-                arguments.moments,
                 device,
                 rows_device,
                 problems=[*problems, *environment_problems(), *unplanned, *wrong],
@@ -287,12 +286,9 @@ class Muon(torch.optim.Optimizer):
             has_state = any(gather_objects(has_state, step.group))
         state: dict[torch.Tensor, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
-        # The state views these tensors, and a load copies into them.
-        moments: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
+            # Without state that was removed no key would be expected.
             if step is not None:
-                moments += [(own.values, own.values.clone()) for own in step.engine.moments]
-                # Without state that was removed no key would be expected.
                 self._planned_step().follow_state()
             if not problems:
                 state, groups, problems = arrange_state(
@@ -308,12 +304,7 @@ class Muon(torch.optim.Optimizer):
         # Any error: other ranks may have loaded theirs.
         except Exception as error:
             problems = [first_line(error)]
-        try:
-            self._refuse_load(problems)
-        except RuntimeError:
-            for values, old in moments:
-                values.copy_(old)
-            raise
+        self._refuse_load(problems)
         self.param_groups = groups
         if step is not None:
             self._has_state = has_state or not self._is_lazy

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -21,6 +21,7 @@ from megatron_muon.fsdp2.gradients import CHECKS
 from megatron_muon.fsdp2.parameters import Group, as_split_sizes
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.step.elementwise import (
     SCALE_MODES,
@@ -29,9 +30,9 @@ from megatron_muon.step.elementwise import (
     scale_function,
 )
 from megatron_muon.step.matrix_step import StepSettings
-from megatron_muon.step.muon_step import MuonSettings, MuonStep
+from megatron_muon.step.muon_step import AdaMuonSettings, MuonSettings, MuonStep
 from megatron_muon.step.owned_matrix import registered_class
-from megatron_muon.step.second_moments import SecondMoments, method_problems
+from megatron_muon.step.second_moments import Namo, method_problems, stack_owner
 from megatron_muon.step.whole_matrix import WholeMatrixStep, whole_matrix_settings
 
 # Keys of other optimizers, such as torch.optim.Muon, dion, xtuner and nanochat, with their names
@@ -145,6 +146,11 @@ _FOR_ALL_CLASSES = {
     *("exchange", "process_group", "tensor_group", "check_gradients"),
     *("optimizer_class", "optimizer_options", "nesterov", "scale_mode"),
 }
+# Arguments of NAMO, which owners step by the class of emerging-optimizers, and others.
+_OF_NAMO = (
+    *("nesterov", "weight_decay_method", "fp32_matmul_prec", "coefficient_type", "num_ns_steps"),
+    *("beta2", "eps"),
+)
 # Default of the EMA coefficient of Muon.
 MOMENTUM = 0.95
 _OF_MUON_ALONE = (
@@ -250,12 +256,8 @@ class MuonArguments:
     @property
     def step_class(self) -> type[MuonStep]:
         """Class of the step of matrices."""
-        return MuonStep if self.optimizer_class is None else WholeMatrixStep
-
-    @cached_property
-    def moments(self) -> SecondMoments:
-        """Second moments of the optimizer."""
-        return SecondMoments(self.adaptive, self.beta2, self.eps, self._scale)
+        is_whole = self.optimizer_class is not None or self.adaptive == "namo"
+        return WholeMatrixStep if is_whole else MuonStep
 
     @property
     def _scale(self) -> Scale:
@@ -268,6 +270,18 @@ class MuonArguments:
         if self.optimizer_class is not None:
             description = f"{self.optimizer_class} {self.optimizer_options}"
             return whole_matrix_settings(self.build_whole, PLANNED, exchange, description)
+        description = (
+            f"{self.scale_mode} {self.extra_scale_factor}, {self.adaptive} {self.beta2} {self.eps}"
+        )
+        if self.adaptive == "namo":
+            options = {name: getattr(self, name) for name in _OF_NAMO}
+            build = partial(Namo, scale=self._scale, **options)
+            # It is scaled by outputs and inputs.
+            ignored = PLANNED.keys() - {"transposed"}
+            return whole_matrix_settings(build, ignored, exchange, f"{description} {options}")
+        adamuon = None
+        if self.adaptive == "adamuon":
+            adamuon = AdaMuonSettings(self.beta2, self.eps, self._factors)
         return MuonSettings(
             NewtonSchulzSettings(
                 self.num_ns_steps,
@@ -275,9 +289,9 @@ class MuonArguments:
                 # Then rows may be sent in bf16.
                 self.fp32_matmul_prec == "medium" and self.newton_schulz is None,
                 # Results that are divided element by element are scaled afterwards.
-                scale_function("none", 1.0) if self.moments.is_elementwise else self._scale,
+                scale_function("none", 1.0) if adamuon else self._scale,
                 self.newton_schulz,
-                self.moments.method,
+                stack_owner(self.adaptive, self.beta2, self.eps),
             ),
             exchange,
             StepSettings(
@@ -287,8 +301,14 @@ class MuonArguments:
                 momentum_dtype=self.momentum_dtype,
                 offload_momentum=self.offload_momentum,
             ),
-            f"{self.scale_mode} {self.extra_scale_factor}",
+            description,
+            adamuon,
         )
+
+    def _factors(self, parameter: PlannedParameter) -> tuple[float, float]:
+        """Return the factors of updates of AdaMuon."""
+        shape = parameter.view.shape[-2:]
+        return self._scale(*(shape[::-1] if parameter.is_transposed else shape))
 
     def check(self) -> None:
         """Raise a ValueError for invalid arguments.
@@ -316,7 +336,8 @@ class MuonArguments:
                 "use_syrk: expected False, got True. Pass "
                 'exchange=ExchangeSettings(newton_schulz="gram") for fewer operations'
             )
-        problems += method_problems(self.adaptive, self.weight_decay_method)
+        exchange = self.exchange or ExchangeSettings()
+        problems += method_problems(self.adaptive, vars(self), exchange)
         for field in fields(self) if self.optimizer_class is not None else ():
             value = getattr(self, field.name)
             if field.name not in _FOR_ALL_CLASSES and value != field.default:
@@ -328,12 +349,13 @@ class MuonArguments:
             )
         if problems:
             raise ValueError("; ".join(problems))
-        settings = self.settings
-        function, backend = self.newton_schulz, settings.exchange.newton_schulz
-        if function is not None and (not callable(function) or backend != "standard"):
+        settings, function = self.settings, self.newton_schulz
+        if function is not None and (
+            not callable(function) or exchange.newton_schulz != "standard"
+        ):
             raise ValueError(
                 f"newton_schulz: expected a function of a stack, got {function!r} and "
-                f"exchange.newton_schulz {backend}. Pass a function, or a name there"
+                f"exchange.newton_schulz {exchange.newton_schulz}. Pass a function, or a name there"
             )
         # Both raise.
         settings.exchange.comm_dtypes(settings.newton_schulz.is_bf16)

@@ -290,13 +290,11 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             RuntimeError: On all ranks, if state is missing on one of them or has another shape.
                 Nothing was loaded.
 
-        Communication: one all-reduce of a single int32 over all ranks of the job; see also
-            ``MuonStep.collect_moments()``.
+        Communication: one all-reduce of a single int32 over all ranks of the job.
         """
         name = "use_checkpoint_opt_param_scheduler"
         self.stored_state.unpack(state_dict, loads_schedule=getattr(self.config, name, False))
         if self.muon_step is not None:
-            self.muon_step.collect_moments()
             self.muon_step.use_loaded()
         self._is_changing = False
         self.reload_model_params()
@@ -307,8 +305,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         It is saved, or filled in place when loading. Unlike upstream, no step creates the state: it
         exists from construction.
         """
-        if self.muon_step is not None:
-            self.muon_step.publish_moments()
         return self.stored_state.pack()
 
 

@@ -68,7 +68,6 @@ def split_every_state(
         others = {kind: value for kind, value in states.items() if kind not in kinds}
         # The original splits one tensor per name, so it is called once per kind of state.
         for kind in kinds:
-            located.state = states[kind]
             for part, tensor in original(located, {local: states[kind]}, None)[0].items():
                 split.setdefault(part.replace(local, name), dict(others))[kind] = tensor
     return weights, {**optimizer_state_dict, "state": split}
@@ -82,8 +81,6 @@ class _LocatedParameters:
     Args:
         model: A Megatron-FSDP model.
     """
-
-    state: DTensor | None = None  # the state to split; None for weights
 
     def __init__(self, model: Any) -> None:
         # Upstream passes the wrapper or the module inside.
@@ -107,9 +104,7 @@ class _LocatedParameters:
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, with or without the prefixes of wrappers."""
         param = self._parameters[bare_name(name)]
-        # A state may have fewer columns, such as a moment per row. Shards hold whole rows.
-        values = param if self.state is None else self.state
-        row_size = values._local_tensor.shape[1:].numel()
+        row_size = param._local_tensor.shape[1:].numel()
         start, stop = own_rows(param)
         param.megatron_fsdp_slice = slice(start * row_size, stop * row_size)
         if is_of_fsdp_v2(param):

@@ -3,27 +3,24 @@
 """Muon over the row shards of Megatron-FSDP, as an optimizer of Megatron's."""
 
 import inspect
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.mcore.sharded_matrices import ShardedMatrices
-from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, coefficients_of
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
-from megatron_muon.runtime.agreement import own_rank
-from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.tensors import as_shard, local_tensor
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import scale_function
 from megatron_muon.step.matrix_step import StepSettings
-from megatron_muon.step.muon_step import MuonSettings, MuonStep
-from megatron_muon.step.second_moments import MOMENT2_BUFFER, SecondMoments, method_problems
+from megatron_muon.step.muon_step import AdaMuonSettings, MuonSettings, MuonStep
+from megatron_muon.step.second_moments import Namo, method_problems, stack_owner
+from megatron_muon.step.whole_matrix import WholeMatrixStep, whole_matrix_settings
 from megatron_muon.user_errors import in_flags, naming_flags
 
 _ARGUMENTS = frozenset(
@@ -61,19 +58,14 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         eps: Keeps the divisor from zero.
         **muon_kwargs: Arguments of ``TensorParallelMuon``.
 
-    Raises:
-        ValueError: Unknown method, or weight decay in gradients whose norms namo averages.
-
     Elementwise operations of a step run over few long tensors: Megatron-FSDP keeps the
     weights and the gradients of a unit in one buffer each, and the momentum has the same order.
 
     Memory: one momentum element per local parameter element, all of a parameter group in one
-        allocation, and the state of ``TensorParallelMoments``. Gradients are overwritten:
-        their memory serves as scratch, and holds the update in the end. A copy of them would need
-        as much memory as the momentum.
+        allocation. With normuon the owner of a matrix has a number per row or column, with namo it
+        has all state. Gradients are overwritten: their memory serves as scratch, and holds the
+        update in the end. A copy of them would need as much memory as the momentum.
     """
-
-    second_moments: "TensorParallelMoments"
 
     def __init__(
         self,
@@ -106,9 +98,9 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         self.tensor_shards = tensor_shards
         self.params = [param for group in self.param_groups for param in group["params"]]
         self.device = device or local_tensor(self.params[0]).device
-        if problems := method_problems(moment2_method, self.weight_decay_method):
-            raise ValueError(f"{problems[0]} (--adaptive-muon-moment2-method).")
-        self.second_moments = TensorParallelMoments(self, moment2_method, beta2, eps)
+        self.moment2 = moment2_method, beta2, eps
+        if moment2_method == "namo":
+            self.step_class = WholeMatrixStep
         if moment2_method is not None:
             for group in self.param_groups:
                 group.setdefault("beta2", beta2)
@@ -122,7 +114,7 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
             skip_non_grad_params: Ignored: checkpoints need state of all parameters.
         """
         new = [param for param in group["params"] if not self.state[param]]
-        if not new:
+        if not new or self.step_class is WholeMatrixStep:
             return
         shards = [local_tensor(param) for param in new]
         is_pinned = self.offload_momentum and shards[0].device.type != "cpu"
@@ -150,6 +142,7 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
             shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
             shard = replace(shard, blocks=tuple(shapes))
         if self.is_joined(param):
+            shard = replace(shard, state_prefix="")
             return over_tensor_ranks(shard, param.device_mesh, param.partition_dim)
         return shard
 
@@ -171,15 +164,34 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
     def settings(
         self, exchange: ExchangeSettings, num_optimizers: int, *, gradients_stay: bool
     ) -> MuonSettings:
-        """Return the settings of a step."""
-        of = self.arguments
+        """Return the settings of a step.
+
+        Raises:
+            ValueError: Unknown method, or settings that namo cannot have.
+        """
+        of, (method, beta2, eps) = self.arguments, self.moment2
+        description = (
+            f"{of['scale_mode']} {of['extra_scale_factor']}, {self.moment2}, {num_optimizers} "
+            "optimizers"
+        )
+        if problems := method_problems(method, vars(self), exchange):
+            raise ValueError("; ".join(problems))
+        if method == "namo":
+            names = ("nesterov", "weight_decay_method", "fp32_matmul_prec")
+            options = {name: getattr(self, name) for name in names}
+            options |= {name: of[name] for name in ("coefficient_type", "num_ns_steps")}
+            build = partial(Namo, scale=self.scale, beta2=beta2, eps=eps, **options)
+            return whole_matrix_settings(build, (), exchange, f"{description} {options}")
+        adamuon = None
+        if method == "adamuon":
+            adamuon = AdaMuonSettings(beta2, eps, self._factors)
         return MuonSettings(
             NewtonSchulzSettings(
                 of["num_ns_steps"],
                 of["coefficient_type"],
                 self.fp32_matmul_prec == "medium",
                 self.scale,
-                method=self.second_moments.method,
+                owner=stack_owner(method, beta2, eps),
             ),
             exchange,
             StepSettings(
@@ -191,8 +203,13 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
                 momentum_dtype=self.momentum_dtype,
                 offload_momentum=self.offload_momentum,
             ),
-            f"{of['scale_mode']} {of['extra_scale_factor']}, {num_optimizers} optimizers",
+            description,
+            adamuon,
         )
+
+    def _factors(self, parameter: PlannedParameter) -> tuple[float, float]:
+        """Return the factors of updates of AdaMuon, by the shape on this tensor-parallel rank."""
+        return self.scale(*self.tensor_shards[parameter.param].view.shape)
 
 
 def build_muon_step(
@@ -227,131 +244,7 @@ def build_muon_step(
             first.settings(
                 exchange or ExchangeSettings(), len(optimizers), gradients_stay=gradients_stay
             ),
-            first.second_moments,
             first.device,
             problems=problems,
             known_groups=[group for group in groups if group is not None],
         )
-
-
-class TensorParallelMoments(SecondMoments):
-    """Second moments whose state is sharded, and saved, as Megatron's parameters are.
-
-    adamuon has ``moment2_buffer``, like the parameter. namo has ``moment2_buffer``, ``(blocks,)``.
-    normuon has ``moment2_rows``, a column sharded as the parameter's rows, if the parameter has
-    tall or square blocks, and ``moment2_cols``, ``(wide blocks, cols)``, if it has wide ones. State
-    that is not sharded is replicated.
-
-    Args:
-        muon: One of the optimizers, for groups and layouts that all of them share.
-        name: Name of the method; None for no second moments.
-        beta2: Decay rate.
-        eps: Keeps the divisor from zero.
-    """
-
-    def __init__(
-        self, muon: FSDPZeROTensorParallelMuon, name: str | None, beta2: float, eps: float
-    ) -> None:
-        super().__init__(name, beta2, eps, muon.scale)
-        self._muon = muon
-
-    def _scaled_shape(self, parameter: PlannedParameter) -> Sequence[int]:
-        return self._muon.tensor_shards[parameter.param].view.shape
-
-    def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Add missing tensors to a state that was created or loaded."""
-        super().create(state)
-        for param, (moments, index) in self._places.items():
-            # Ranks with empty shards have it too, as a save needs equal keys on all ranks.
-            num_rows = self._num_rows(moments, index)
-            if num_rows and "moment2_rows" not in state[param]:
-                is_joined = self._muon.is_joined(param)
-                state[param]["moment2_rows"] = _rows_like(param, is_joined=is_joined)
-                first, _ = moments.range_of(index)
-                moments.values[first : first + num_rows] = 0.0
-
-    def _num_rows(self, moments: Moments, index: int) -> int:
-        """Return the rows of tall and square blocks, which have a number per row."""
-        if isinstance(self.method, Namo):
-            return 0
-        return sum(rows for rows, cols in moments.matrices[index].blocks if rows >= cols)
-
-    def _stored_views(self, param: Any) -> dict[str, torch.Tensor]:
-        moments, index = self._places[param]
-        numbers = local_tensor(self._views[param])
-        if isinstance(self.method, Namo):
-            return {self._key(MOMENT2_BUFFER, param): numbers}
-        # Query blocks may be tall and key blocks wide: a parameter can have both states.
-        wide = numbers[self._num_rows(moments, index) :]
-        if not len(wide):
-            return {}
-        cols = moments.matrices[index].blocks[0][1]
-        return {self._key("moment2_cols", param): wide.view(-1, cols)}
-
-    def _key(self, name: str, param: Any) -> str:
-        """Return the name of a state that is the same on all ranks that hold a block.
-
-        Tensor-parallel ranks that orthogonalize their own blocks use different names, as a
-        checkpoint keeps one tensor per name.
-        """
-        if self._muon.is_joined(param) or not self._muon.is_tensor_sharded(param):
-            return name
-        group = self._muon.tensor_group(param)
-        return f"{name}_tensor_rank_{dist.get_rank(group)}_of_{dist.get_world_size(group)}"
-
-    def publish(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Copy the numbers of this rank's rows to their state."""
-        for moments, numbers, own in self._shared(state):
-            own.copy_(moments.values[numbers])
-
-    def collect(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Read the numbers of all rows from the state of their ranks."""
-        collected: dict[Moments, torch.Tensor] = {}
-        for moments, numbers, own in self._shared(state):
-            if moments not in collected:
-                collected[moments] = torch.zeros_like(moments.values)
-            collected[moments][numbers] = own
-        for moments, values in collected.items():
-            # Ranks that hold the same rows have the same moments, which are not negative.
-            moments.all_reduce(values, dist.ReduceOp.MAX)
-
-    def _shared(
-        self, state: Mapping[torch.Tensor, Mapping[str, Any]]
-    ) -> Iterator[tuple[Moments, slice, torch.Tensor]]:
-        """Yield moments of a plan, the range of a block in them, and the state of this rank.
-
-        Rows are a part of this rank's ``moment2_rows``.
-        """
-        if isinstance(self.method, Namo):
-            return
-        for param, (moments, index) in self._places.items():
-            _, stop = moments.range_of(index)
-            matrix = moments.matrices[index]
-            for region in matrix.regions if "moment2_rows" in state[param] else ():
-                rows, cols = matrix.blocks[region.block]
-                if rows >= cols and own_rank() in region.holders:
-                    start = moments.first(index, region.block) + region.row
-                    own = local_tensor(state[param]["moment2_rows"])
-                    own = own[region.local_row : region.local_row + region.num_rows, 0]
-                    yield moments, slice(start, start + region.num_rows), own
-            start = stop - sum(cols for rows, cols in matrix.blocks if rows < cols)
-            yield moments, slice(start, stop), moments.values[start:stop]
-
-
-def _rows_like(param: Any, *, is_joined: bool) -> DTensor:
-    """Return zeros of one column, sharded as the rows of a parameter.
-
-    Args:
-        param: DTensor parameter.
-        is_joined: Whether tensor-parallel ranks that shard columns hold one block together. They
-            then replicate the column; otherwise each has its own, as a shard of the columns.
-    """
-    placements = [
-        Replicate() if is_joined and placement.is_shard(1) else placement
-        for placement in param.placements
-    ]
-    sizes = zip(placements, param.device_mesh.shape, strict=True)
-    num_cols = math.prod(size for placement, size in sizes if placement.is_shard(1))
-    local = local_tensor(param)
-    zeros = local.new_zeros(local.shape[0], 1)
-    return as_shard(zeros, param.device_mesh, placements, (param.shape[0], num_cols))

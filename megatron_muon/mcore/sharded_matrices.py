@@ -17,10 +17,8 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.step.elementwise import scale_function
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.owned_matrix import Build, registered_class
-from megatron_muon.step.second_moments import SecondMoments
 from megatron_muon.step.whole_matrix import WholeMatrixStep, whole_matrix_settings
 
 
@@ -44,7 +42,6 @@ class ShardedMatrices(torch.optim.Optimizer):
         params: Parameters, as at construction.
         device: Device of the shards. A pipeline stage may have no parameters.
         pg_collection: Process groups of the model.
-        second_moments: Second moments of Muon.
         step_class: Class of the step.
     """
 
@@ -52,7 +49,6 @@ class ShardedMatrices(torch.optim.Optimizer):
     params: list[Any]
     device: torch.device
     pg_collection: Any
-    second_moments: SecondMoments
     step_class: type[MuonStep] = MuonStep
 
     def settings(
@@ -156,7 +152,6 @@ class FSDPWholeMatrixOptimizer(ShardedMatrices):
         self._build, self._description = build, description
         self.tensor_shards, self.device, self.pg_collection = tensor_shards, device, pg_collection
         self.params = [param for group in self.param_groups for param in group["params"]]
-        self.second_moments = SecondMoments(None, 0.0, 0.0, scale_function("none", 1.0))
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = False) -> None:
         """Create no state; ``WholeMatrixStep`` does."""

@@ -16,7 +16,7 @@ gram      8 a + 28   iterates on the n x n Gram matrix, and multiplies the matri
 
 Files, each importing only those above it::
 
-    settings  steps, coefficients, precision and scale; NorMuon and NAMO
+    settings  steps, coefficients, precision and scale; functions of owners, NorMuon
     backend   the interface
     standard  the steps of emerging-optimizers
     gram      the Gram form, and its restarts

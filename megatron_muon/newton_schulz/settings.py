@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of Newton-Schulz: coefficients of emerging-optimizers, methods that change results.
+"""Settings of Newton-Schulz: coefficients of emerging-optimizers, and functions of owners.
 
 A method keeps float32 state per block, whose shape depends on the block's shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -46,28 +46,38 @@ class StackMethod(Protocol):
 
 
 class MatrixOwner(Protocol):
-    """Steps whole matrices on the rank that owns them, in place of Newton-Schulz.
+    """Acts on whole matrices on the rank that owns them, around Newton-Schulz or in place of it.
 
-    Weights and gradients travel to it, in float32, and new weights back.
+    Attributes:
+        num_inputs: Tensors of a matrix that travel to it: 1 for rows of momentum, which results
+            replace; 2 for float32 weights and gradients, in place of Newton-Schulz, where new
+            weights replace weights.
     """
 
-    def claim(
-        self, param: "torch.Tensor", name: str, weight: "torch.Tensor", gradient: "torch.Tensor"
-    ) -> Callable[[], None]:
-        """Register a matrix that this rank owns, and return the function that steps it.
+    num_inputs: int
 
-        The function does not raise: other ranks wait for its results.
+    def claim(
+        self, matrices: "Sequence[tuple[torch.Tensor, str]]", *stacks: "torch.Tensor"
+    ) -> Callable[[Callable[[], None]], None]:
+        """Register a stack of matrices that this rank owns, and return the function that acts.
+
+        It is given a function that orthogonalizes the first stack in place.
 
         Args:
-            param: The parameter that it belongs to.
-            name: Name of the matrix, the same on all ranks, whoever owns it.
-            weight: ``(rows, cols)`` float32, memory of the exchange; it is updated in place.
-            gradient: The same for the gradient.
+            matrices: By matrix, the parameter that it belongs to, and its name, which is the same
+                on all ranks, whoever owns it.
+            stacks: By input, ``(num_matrices, rows, cols)`` float32, memory of the exchange. The
+                first is updated in place.
         """
 
 
-class _Decaying:
-    """A second moment that decays, as in emerging-optimizers' ``AdaptiveMuon``.
+class NorMuon:
+    """Divide rows by the root of their mean square, or columns of wide blocks.
+
+    Results keep the norm that they had before.
+
+    Method: NorMuon (https://arxiv.org/abs/2510.05491). Source: emerging-optimizers 0.3.0,
+    ``AdaptiveMuon._apply_moment2_normalization`` with ``normuon``.
 
     Args:
         beta2: Decay rate of the second moment.
@@ -76,16 +86,6 @@ class _Decaying:
 
     def __init__(self, beta2: float = 0.95, eps: float = 1e-8) -> None:
         self.beta2, self.eps = beta2, eps
-
-
-class NorMuon(_Decaying):
-    """Divide rows by the root of their mean square, or columns of wide blocks.
-
-    Results keep the norm that they had before.
-
-    Method: NorMuon (https://arxiv.org/abs/2510.05491). Source: emerging-optimizers 0.3.0,
-    ``AdaptiveMuon._apply_moment2_normalization`` with ``normuon``.
-    """
 
     def state_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Return the shape of the moments: of rows, or of columns if there are more of them."""
@@ -107,33 +107,6 @@ class NorMuon(_Decaying):
         return update.mul_(before / after.clamp_min_(self.eps))
 
 
-class Namo(_Decaying):
-    """Multiply results by the norm of the update, over the mean norm of past gradients.
-
-    Every rank computes the factors of blocks, from norms alone.
-
-    Method: NAMO (https://arxiv.org/abs/2602.17080). Source: emerging-optimizers 0.3.0,
-    ``AdaptiveMuon._apply_moment2_normalization`` with ``namo``.
-    """
-
-    def state_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Return the shape of the state of a block: one number."""
-        return 1, 1
-
-    def factors(
-        self, state: "torch.Tensor", gradient: "torch.Tensor", update: "torch.Tensor"
-    ) -> "torch.Tensor":
-        """Advance the state, and return the factors of blocks.
-
-        Args:
-            state: ``(num_blocks,)``.
-            gradient: Norms of gradients, ``(num_blocks,)``.
-            update: Norms of the input of Newton-Schulz, ``(num_blocks,)``.
-        """
-        state.lerp_(gradient.square(), 1 - self.beta2)
-        return update / (state.sqrt() + self.eps)
-
-
 # Maps outputs and inputs of a matrix to two factors.
 type Scale = Callable[[int, int], tuple[float, float]]
 
@@ -151,8 +124,7 @@ class NewtonSchulzSettings:
             multiplied with them in fp32, one after the other.
         function: Orthogonalizes stacks of float32 matrices ``(num_matrices, rows, cols)`` in place
             of Newton-Schulz; None for Newton-Schulz.
-        method: Changes the results before they are scaled; None for nothing.
-        owner: Steps whole matrices, in place of orthogonalization and method; None for these.
+        owner: Acts on whole matrices, before results are scaled; None for nothing.
     """
 
     steps: int
@@ -160,7 +132,6 @@ class NewtonSchulzSettings:
     is_bf16: bool
     scale: Scale
     function: "Callable[[torch.Tensor], torch.Tensor] | None" = None
-    method: StackMethod | Namo | None = None
     owner: MatrixOwner | None = None
 
     @property

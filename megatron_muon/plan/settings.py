@@ -28,15 +28,13 @@ class CommDtypes:
         gather_dtype: Dtype of the rows. ``bfloat16`` rows are first divided by the float64 norm of
             their block: rounding them before that would change the norm, and so the result.
         scatter_dtype: Dtype of the results. Results of Newton-Schulz in bf16 are bf16-valued, so
-            ``bfloat16`` loses nothing with any gather dtype. ``float32`` if a method of the
-            owner changes them.
-        num_norms: Norms per block that a method needs, the norm of the rows sent included.
+            ``bfloat16`` loses nothing with any gather dtype. ``float32`` if their owner changes
+            them.
         num_inputs: Tensors of a matrix that travel to its owner. Results replace the first.
     """
 
     gather_dtype: DTypeName
     scatter_dtype: DTypeName
-    num_norms: int = 0
     num_inputs: int = 1
 
     @property
@@ -64,11 +62,6 @@ class CommDtypes:
         """Dtypes of the buffers of a bucket; see ``BucketSizes``."""
         gather, scatter = self.gather_dtype, self.scatter_dtype
         return gather, gather, self.stack_dtype, scatter, scatter
-
-    @property
-    def norm_bytes(self) -> int:
-        """Bytes per block in the all-reduce of squared norms, in float64."""
-        return 8 * max(self.normalizes, self.num_norms)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ Files, each importing only those above it::
     arena           memory of a step
     row_kernel      one kernel that moves the rectangles of a table, in Triton
     row_moves       moves the rectangles of a table, by the kernel or by torch
-    moments         second moments of blocks, the state of a method
     norms           norms of blocks, summed in float64
-    stack_task      Newton-Schulz of one stack, and a method on its results
+    stack_task      Newton-Schulz of one stack, and the owner's function
     plan_runner     gathers, orthogonalizes and scatters the buckets of one plan
     engine          runs the plans of a rank: local rows in, orthogonalized local rows out
     engine_builder  settings of all ranks, plans, process groups, connections

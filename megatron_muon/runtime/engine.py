@@ -30,7 +30,6 @@ from megatron_muon.plan.layout import Ranks
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.exchange import Chain
-from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import PlanInput, PlanRunner, profiler_range
 from megatron_muon.runtime.row_moves import Handle, Rows, Side, Tensors
 
@@ -49,13 +48,12 @@ class Engine:
         device: Where messages and stacks are.
         rows_device: Where local rows are, if they are in CPU memory; None for ``device``.
 
-    Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16;
-        16 if a method needs norms) and, per bucket, one ``all_to_all_single`` to the owners and one
-        back, of the plan's routes without padding. With replicas there may be several back, to one
-        replica at a time, followed by an ``all_gather_into_tensor`` between replicas if they
-        received anything. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
-        the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
-        in fp32. It ends with ``Moments.all_reduce_owned()`` of each plan.
+    Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16)
+        and, per bucket, one ``all_to_all_single`` to the owners and one back, of the plan's routes
+        without padding. With replicas there may be several back, to one replica at a time, followed
+        by an ``all_gather_into_tensor`` between replicas if they received anything. Owners of a
+        split matrix also exchange n x n matrices in Newton-Schulz, n the shorter side, as often as
+        their backend says, and all-reduce its norm if rows are sent in fp32.
     Memory: ``staging_bytes`` while a step runs, laid out by ``StagingLayout``; beside it the
         workspace of Newton-Schulz for one stack. Between steps the tables of ``RowMoves``.
 
@@ -203,7 +201,7 @@ class Engine:
         self._tensors.update()
         for runner in self.runners:
             # fp32 rows are not normalized before they are sent.
-            if runner.plan.dtypes.norm_bytes:
+            if runner.plan.dtypes.normalizes:
                 with profiler_range("norms"):
                     runner.norms.reduce()
         for kind, plan, number in self._actions:
@@ -218,19 +216,6 @@ class Engine:
             overlap_fn()
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
-        for moments in self.moments:
-            moments.all_reduce_owned()
-
-    @property
-    def moments(self) -> list[Moments]:
-        """State of the method by plan; none without a method."""
-        return [runner.moments for runner in self.runners if runner.moments is not None]
-
-    def see_gradients(self, gradients: Rows) -> None:
-        """Sum the squares of gradients, whose norms a method needs; called before a step."""
-        shards = [gradients[handle] for handle in self.handles]
-        for runner, own in zip(self.runners, self._by_plan, strict=True):
-            runner.norms.see_gradients(shards[own])
 
     def forget(self) -> None:
         """Drop the rows of the last step, whose memory is the caller's."""

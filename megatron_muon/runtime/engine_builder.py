@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CostModel, gpu_rates
 from megatron_muon.plan.exchange_plan import (
     ExchangePlan,
@@ -130,7 +130,7 @@ def _resolve(
 
     Args:
         ranks_per_node: Ranks that the launcher started per node; None if it did not say.
-        newton_schulz: Steps, coefficients, precision and method.
+        newton_schulz: Steps, coefficients, precision and owner.
         settings: Settings of the user.
         device: Of this rank.
 
@@ -147,21 +147,19 @@ def _resolve(
         rates = dataclasses.replace(rates, ranks_per_node=ranks_per_node)
     cost = CostModel.parse(settings.cost_model, rates)
     plan = settings.plan_settings(cost, is_bf16=newton_schulz.is_bf16)
-    return _for_method(plan, newton_schulz)
+    return _for_owner(plan, newton_schulz)
 
 
-def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> PlanSettings:
-    """Adapt the dtypes and owners of a plan to a method, a user's function or an owner."""
-    if newton_schulz.owner is not None:
+def _for_owner(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> PlanSettings:
+    """Adapt the dtypes and owners of a plan to a function of owners, or of a user."""
+    owner, dtypes = newton_schulz.owner, plan.dtypes
+    if owner is not None and owner.num_inputs > 1:
         return plan.for_whole_matrices()
-    method, dtypes = newton_schulz.method, plan.dtypes
-    if isinstance(method, Namo):
-        dtypes = dataclasses.replace(dtypes, num_norms=2)
-    elif method is not None:
+    if owner is not None:
         # Its results are not bf16-valued.
         dtypes = dataclasses.replace(dtypes, scatter_dtype="float32")
     # Both are called with whole matrices.
-    is_whole = isinstance(method, StackMethod) or newton_schulz.function is not None
+    is_whole = owner is not None or newton_schulz.function is not None
     return dataclasses.replace(plan, dtypes=dtypes, max_owners=1 if is_whole else plan.max_owners)
 
 

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.settings import Namo
 from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.runtime.agreement import own_rank
-from megatron_muon.runtime.moments import Moments
 
 # Elements that a CPU converts to float64 at once: 2 MB, which stay in the second-level cache of a
 # core. More in one sum would also cost digits. A GPU converts as it adds.
@@ -36,15 +34,12 @@ class BlockNorms:
         group: Ranks of the plan; None for a rank alone.
         device: Device of the all-reduce.
         rows_device: Where rows are.
-        method: Method that needs the norms of gradients too; None for none.
-        moments: Its state.
 
-    Communication: ``reduce()`` is one all-reduce of 8 bytes a block, or 16 with a method.
-    Memory: 8 or 16 bytes a block, and in a step 4 more and 3 MB on a CPU.
+    Communication: ``reduce()`` is one all-reduce of 8 bytes a block.
+    Memory: 8 bytes a block, and in a step 4 more and 3 MB on a CPU.
     """
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced
-    factors: torch.Tensor | None = None  # of results, likewise
 
     def __init__(
         self,
@@ -52,11 +47,8 @@ class BlockNorms:
         group: dist.ProcessGroup | None,
         device: torch.device,
         rows_device: torch.device,
-        method: Namo | None = None,
-        moments: Moments | None = None,
     ) -> None:
         self._group, self._device, rank = group, device, own_rank()
-        self._method, self._moments = method, moments
         # Pieces of this rank's rows, block by block: number of the shard, first local row, number
         # of rows. The squares of a piece are summed at once.
         self._pieces: list[tuple[int, int, int]] = []
@@ -84,10 +76,7 @@ class BlockNorms:
             lengths += map(len, by_block)
         self._lengths = torch.tensor(lengths, device=device)  # by block, number of its pieces
         self._rows: list[torch.Tensor] = []  # by piece
-        # Sums of this rank's rows: of updates, and with a method of gradients.
-        shape = 1 if method is None else 2, len(lengths)
-        self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._of_updates, self._of_gradients = self._squares[0], self._squares[-1]
+        self._squares = torch.zeros(len(lengths), dtype=torch.float64, device=device)
 
     def bind(self, shards: Sequence[torch.Tensor]) -> None:
         """View the rows whose norms are reduced.
@@ -95,35 +84,23 @@ class BlockNorms:
         Args:
             shards: In the order of matrices, ``(local_rows, cols)`` float32; none to drop them.
         """
-        self._rows = self._cut(shards) if shards else []
-
-    def _cut(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [shards[number].narrow(0, row, rows) for number, row, rows in self._pieces]
-
-    def see_gradients(self, shards: Sequence[torch.Tensor]) -> None:
-        """Sum the squares of gradients, if the method needs them, before a step overwrites them."""
-        if self._method is not None:
-            self._sum(self._cut(shards), self._of_gradients)
-
-    def _sum(self, rows: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-        """Write the sums of this rank's squares by block."""
-        if not rows:
-            squares.zero_()
-            return
-        own = sums_of_squares(rows)
-        own = own if own.device == self._device else own.to(self._device)
-        # In one order: index_add_ adds by atomics on a GPU.
-        sums = torch.segment_reduce(own, "sum", lengths=self._lengths, unsafe=True, initial=0)
-        squares.copy_(sums)
+        self._rows = (
+            [shards[number].narrow(0, row, rows) for number, row, rows in self._pieces]
+            if shards
+            else []
+        )
 
     def reduce(self) -> None:
         """Add up the squares of all ranks, and compute the norms."""
-        self._sum(self._rows, self._of_updates)
+        if self._rows:
+            own = sums_of_squares(self._rows)
+            own = own if own.device == self._device else own.to(self._device)
+            # In one order: index_add_ adds by atomics on a GPU.
+            sums = torch.segment_reduce(own, "sum", lengths=self._lengths, unsafe=True, initial=0)
+            self._squares.copy_(sums)
+        else:
+            self._squares.zero_()
         if self._group is not None:
             dist.all_reduce(self._squares, group=self._group)
-        norms = self._squares.sqrt_()
-        if self._method is not None and self._moments is not None:
-            update, gradient = norms.float()
-            self.factors = self._method.factors(self._moments.values, gradient, update)
         # Clamped as emerging-optimizers does: a matrix of zeros stays zero.
-        self.values = norms[0].clamp_min(least_norm()).float()
+        self.values = self._squares.sqrt_().clamp_min(least_norm()).float()

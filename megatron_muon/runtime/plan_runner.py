@@ -13,16 +13,15 @@ from torch.autograd import profiler
 
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
-from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout, Ranks
 from megatron_muon.plan.rank_plan import TABLES, Message, RankBucket, RankPlan
-from megatron_muon.plan.routes import Stack, stack_elements
+from megatron_muon.plan.routes import Part, Stack, stack_elements
 from megatron_muon.plan.staging import BucketSizes
 from megatron_muon.runtime.agreement import Domain
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import AllToAll, Chain, Sections, connect, wait
-from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.norms import BlockNorms
 from megatron_muon.runtime.row_moves import Handle, RowMoves, Side, Tensors
 from megatron_muon.runtime.stack_task import StackTask
@@ -49,7 +48,7 @@ class PlanInput(NamedTuple):
             ``Engine.orthogonalize()`` takes and yields these rows.
         replica_group: Ranks with this rank's rows; None if there are no others.
         params: By index of a matrix, the parameter that it belongs to, if this rank has it. State
-            of a method is kept with the parameter.
+            of an owner is kept with the parameter.
     """
 
     domain: Domain
@@ -96,7 +95,6 @@ class PlanRunner:
 
     Attributes:
         plan: The plan.
-        moments: State of a method; None without one.
         norms: Norms of blocks.
         buckets: All buckets, then stacks of local matrices.
         in_flight: Collectives that have not been waited for, by kind and bucket; None if nothing is
@@ -122,15 +120,7 @@ class PlanRunner:
         self._group, self._replica_group = plan_input.domain.group, plan_input.replica_group
         self._newton_schulz, self._parts_groups = newton_schulz, parts_groups
         self._arena, self._chain, self._tensors, self._shards = arena, chain, tensors, shards
-        method, device = newton_schulz.method, tensors.device
-        self.moments = None
-        if method is not None:
-            is_whole = isinstance(method, StackMethod)
-            self.moments = Moments(
-                plan.matrices, method.state_shape, self._group, device, by_owner=is_whole
-            )
-        namo = method if isinstance(method, Namo) else None
-        self.norms = BlockNorms(plan, self._group, device, tensors.rows_device, namo, self.moments)
+        self.norms = BlockNorms(plan, self._group, tensors.device, tensors.rows_device)
         # Query, key and value have factors of their own.
         self._factors = [
             newton_schulz.scale(*(shape[::-1] if matrix.is_transposed else shape))
@@ -179,26 +169,26 @@ class PlanRunner:
         first, inputs = 0, memory.view(num_inputs, len(memory) // num_inputs)
         owner = self._newton_schulz.owner
         for stack in stacks:
-            part, index, step = stack[0], None, None
+            part, act = stack[0], None
             shape = (len(stack), part.num_rows, part.num_cols)
-            tensor, *others = inputs[:, first : first + math.prod(shape)].unflatten(1, shape)
+            tensors = inputs[:, first : first + math.prod(shape)].unflatten(1, shape)
             first += stack_elements(stack)
-            if self.moments is not None and self.moments.by_owner:
-                index = self.moments.claim(stack)
             args = NewtonSchulzArgs(
                 self._newton_schulz,
                 self.plan.matrices[part.matrix].blocks[part.block],
                 self.plan.dtypes.normalizes,
                 self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
-            # Names do not depend on the owner: state is saved under them.
             if owner is not None:
-                matrix = self.plan.matrices[part.matrix]
-                name = matrix.name + f" block {part.block}" * (len(matrix.blocks) > 1)
-                param = self._params[part.matrix]
-                assert param is not None, "ranks of a domain have its parameters"
-                step = owner.claim(param, name, *(one[0] for one in (tensor, *others)))
-            yield StackTask(tensor, BACKENDS[self.plan.cost.backend], args, index, step)
+                act = owner.claim(list(map(self._named, stack)), *tensors)
+            yield StackTask(tensors[0], BACKENDS[self.plan.cost.backend], args, act)
+
+    def _named(self, part: Part) -> tuple[torch.Tensor, str]:
+        """Return the parameter and the name of a matrix."""
+        matrix, param = self.plan.matrices[part.matrix], self._params[part.matrix]
+        assert param is not None, "ranks of a domain have its parameters"
+        # Names do not depend on the owner: state is saved under them.
+        return param, matrix.name + f" block {part.block}" * (len(matrix.blocks) > 1)
 
     def _message(
         self, message: Message | None, sends: torch.Tensor, receives: torch.Tensor
@@ -260,8 +250,6 @@ class PlanRunner:
         self._read(bucket.moves["keep"])
         for task in bucket.tasks:
             task.run()
-            if self.moments is not None:
-                task.apply_method(self.moments.values)
 
     def start_scatter(self, number: int) -> list[Handle]:
         """Pack and send results; write this rank's own ones while others are in flight."""
@@ -291,5 +279,5 @@ class PlanRunner:
 
     def _write(self, moves: RowMoves) -> list[Handle]:
         """Move results to shards, scaled in fp32."""
-        moves.run(multipliers=self.norms.factors)
+        moves.run()
         return moves.completed

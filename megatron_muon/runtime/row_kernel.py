@@ -81,34 +81,25 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def launch(
-    table: RowTable,
-    tensors: torch.Tensor,
-    divisors: torch.Tensor | None,
-    multipliers: torch.Tensor | None,
-) -> None:
+def launch(table: RowTable, tensors: torch.Tensor, divisors: torch.Tensor | None) -> None:
     """Move the rectangles of a table, and scale them in float32.
 
     Args:
         table: The rectangles.
         tensors: Address, row stride and column stride by number, int64 on the device.
         divisors: Norms by block, float32; None for none.
-        multipliers: Numbers by block that come before the factors, likewise.
     """
     source, target = table.dtypes
-    # A pointer that is not read.
-    nothing = tensors
     _move[(table.tiles.shape[0],)](
         table.moves,
         table.tiles,
         tensors,
-        nothing if divisors is None else divisors,
-        nothing if multipliers is None else multipliers,
+        # A pointer that is not read.
+        tensors if divisors is None else divisors,
         table.factors,
         SOURCE_IS_BF16=source == torch.bfloat16,
         TARGET_IS_BF16=target == torch.bfloat16,
         DIVIDES=divisors is not None,
-        MULTIPLIES=multipliers is not None,
         WIDTH=WIDTH,
         TILE=TILE,
         PIECE=PIECE,
@@ -122,12 +113,10 @@ def _move(
     tiles: tl.tensor,
     tensors: tl.tensor,
     divisors: tl.tensor,
-    multipliers: tl.tensor,
     factors: tl.tensor,
     SOURCE_IS_BF16: tl.constexpr,
     TARGET_IS_BF16: tl.constexpr,
     DIVIDES: tl.constexpr,
-    MULTIPLIES: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
@@ -145,11 +134,8 @@ def _move(
     num_cols = tl.load(move + 9).to(tl.int32)
     block = tl.load(move + 10)
     divisor = 1.0
-    multiplier = 1.0
     if DIVIDES:
         divisor = tl.load(divisors + block)
-    if MULTIPLIES:
-        multiplier = tl.load(multipliers + block)
     factor0 = tl.load(factors + 2 * number)
     factor1 = tl.load(factors + 2 * number + 1)
     # Rows without gaps on both sides are one long row, which is read and written without gaps.
@@ -164,7 +150,7 @@ def _move(
         for piece in range(0, TILE, PIECE):
             index = piece + tl.arange(0, PIECE)
             value = _to_float32(tl.load(source + index), SOURCE_IS_BF16)
-            value = _scaled(value, divisor, multiplier, factor0, factor1, DIVIDES, MULTIPLIES)
+            value = _scaled(value, divisor, factor0, factor1, DIVIDES)
             tl.store(target + index, _rounded(value, TARGET_IS_BF16))
     else:
         for piece in range(0, TILE, PIECE):
@@ -175,7 +161,7 @@ def _move(
             from_ = source + row * from_rows + col * from_cols
             to = target + row * to_rows + col * to_cols
             value = _to_float32(tl.load(from_, mask=is_inside, other=0), SOURCE_IS_BF16)
-            value = _scaled(value, divisor, multiplier, factor0, factor1, DIVIDES, MULTIPLIES)
+            value = _scaled(value, divisor, factor0, factor1, DIVIDES)
             tl.store(to, _rounded(value, TARGET_IS_BF16), mask=is_inside)
 
 
@@ -204,17 +190,13 @@ def _to_float32(value: tl.tensor, IS_BF16: tl.constexpr) -> tl.tensor:
 def _scaled(
     value: tl.tensor,
     divisor: tl.tensor,
-    multiplier: tl.tensor,
     factor0: tl.tensor,
     factor1: tl.tensor,
     DIVIDES: tl.constexpr,
-    MULTIPLIES: tl.constexpr,
 ) -> tl.tensor:
     if DIVIDES:
         # IEEE's quotient, as torch's: Triton's own is approximate.
         value = tl.div_rn(value, divisor)
-    if MULTIPLIES:
-        value = value * multiplier
     return value * factor0 * factor1
 
 

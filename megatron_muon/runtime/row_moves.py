@@ -134,23 +134,18 @@ class RowMoves:
                 self.moves, self._factors, self._dtypes, tensors.device
             )
 
-    def run(
-        self, divisors: torch.Tensor | None = None, multipliers: torch.Tensor | None = None
-    ) -> None:
+    def run(self, divisors: torch.Tensor | None = None) -> None:
         """Move all of them. Values are scaled in float32, and rounded as they are written.
 
         Args:
             divisors: Norms by block, float32; None for none.
-            multipliers: Numbers by block that come before the factors, likewise.
         """
         if self._table is not None:
-            _kernel().launch(self._table, self._tensors.table, divisors, multipliers)
+            _kernel().launch(self._table, self._tensors.table, divisors)
         elif self.moves:
-            self._run_by_torch(divisors, multipliers)
+            self._run_by_torch(divisors)
 
-    def _run_by_torch(
-        self, divisors: torch.Tensor | None, multipliers: torch.Tensor | None
-    ) -> None:
+    def _run_by_torch(self, divisors: torch.Tensor | None) -> None:
         tensors = self._tensors.by_number
         target_device = tensors[self.moves[0][4]].device
         # To the device the host need not wait: nobody writes sources before the step has ended.
@@ -162,17 +157,14 @@ class RowMoves:
             ]
             for at, dtype in zip((0, 4), self._dtypes, strict=True)
         )
-        blocks = [move[-1] for move in self.moves]
         if divisors is not None:
-            for source, target, block in zip(sources, targets, blocks, strict=True):
+            for source, target, move in zip(sources, targets, self.moves, strict=True):
                 source = source.to(target_device, non_blocking=True)
                 # A slice, as a tensor without dimensions would not decide the dtype of a quotient.
-                torch.div(source, divisors[block : block + 1], out=target)
+                torch.div(source, divisors[move[-1] : move[-1] + 1], out=target)
             return
         # The copy converts to float32 exactly, so factors round as in one pass.
         torch._foreach_copy_(targets, sources, non_blocking=to_gpu)
-        if multipliers is not None:
-            torch._foreach_mul_(targets, list(multipliers[blocks].to(target_device).unbind()))
         for factors in zip(*(self._factors or ()), strict=True):
             if any(factor != 1.0 for factor in factors):
                 torch._foreach_mul_(targets, list(factors))

@@ -14,7 +14,8 @@ Files, each importing only those above it::
     plan_inputs     parameters that share a plan, and their process groups
     hooks           additions to a step, and their order; cautious weight decay and AdaMuon
     matrix_step     decay, momentum, exchange and update of local tensors
-    second_moments  second moments in the state, and their part of a step
+    owner_state     state that the owner of a matrix keeps
+    second_moments  methods that divide results by second moments
     metrics         norms of a step
     muon_step       MuonStep
     owned_matrix    a whole matrix on its owner, with an optimizer of its own

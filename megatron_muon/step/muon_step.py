@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,31 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.arena import NOTHING, OtherBytes, is_out_of_memory
 from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
 from megatron_muon.runtime.tensors import are_same, local_tensor, sharding_of
-from megatron_muon.step.hooks import CautiousDecay
+from megatron_muon.step.hooks import AdaMuon, CautiousDecay
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
+from megatron_muon.step.owner_state import StateOwner
 from megatron_muon.step.plan_inputs import find_plan_inputs
-from megatron_muon.step.second_moments import SecondMoments
+from megatron_muon.step.second_moments import MOMENT2_BUFFER, MOMENT2_OF_OWNER
 from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, placed_momentum
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = ("dtype", "device")
+
+
+class AdaMuonSettings(NamedTuple):
+    """Settings of AdaMuon.
+
+    Args:
+        beta2: Decay rate of the second moment.
+        eps: Keeps the divisor from zero.
+        factors: Returns the factors of results of a parameter.
+    """
+
+    beta2: float
+    eps: float
+    factors: Callable[[PlannedParameter], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -46,13 +61,15 @@ class MuonSettings:
         newton_schulz: Steps, coefficients, precision and scale.
         exchange: How matrices are exchanged.
         step: Settings of a step.
-        description: Scale mode and factor as text, for the comparison of ranks.
+        description: Scale mode, factor and method as text, for the comparison of ranks.
+        adamuon: Settings of AdaMuon; None for another method, or none.
     """
 
     newton_schulz: NewtonSchulzSettings
     exchange: ExchangeSettings
     step: StepSettings
     description: str
+    adamuon: AdaMuonSettings | None = None
 
     def entries(self) -> list[str]:
         """Return all settings as text."""
@@ -77,7 +94,6 @@ class MuonStep:
         optimizers: The optimizers.
         parameters: All parameters of their groups, as they are planned.
         settings: Settings of all optimizers.
-        moments: Second moments; without a method it does nothing.
         device: Where matrices are orthogonalized.
         rows_device: Where shards are; None for ``device``.
         problems: Errors that this rank has found before, as sentences.
@@ -101,13 +117,13 @@ class MuonStep:
     """
 
     _metrics: MetricSums | None = None
+    _owner: StateOwner | None
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Sequence[PlannedParameter],
         settings: MuonSettings,
-        moments: SecondMoments,
         device: torch.device,
         rows_device: torch.device | None = None,
         *,
@@ -116,13 +132,14 @@ class MuonStep:
         has_others: bool = False,
     ) -> None:
         self.optimizers, self.device = list(optimizers), device
-        self._step, self._moments = settings.step, moments
-        self._owner = settings.newton_schulz.owner
+        self._step, self._adamuon = settings.step, settings.adamuon
+        # All owners keep state.
+        self._owner = settings.newton_schulz.owner  # type: ignore[assignment]
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
         if dist.is_initialized():
             # The collectives that follow depend on these settings.
             raise_where_ranks_differ(
-                [*settings.entries(), f"adaptive {moments.description}"],
+                settings.entries(),
                 dist.group.WORLD,  # type: ignore[arg-type]
                 device,
                 "Muon settings",
@@ -144,6 +161,8 @@ class MuonStep:
         if settings.exchange.log_plan:
             _log_plans(self.engine.plans)
         self._planned = {parameter.param: parameter for parameter in parameters}
+        if self._owner is not None:
+            self._owner.begin(self._planned)
         self._params = self._all_params()
         self._shards = [local_tensor(param) for param in self._params]
         # A rank may find too little memory.
@@ -158,9 +177,6 @@ class MuonStep:
             for group in optimizer.param_groups:
                 self._optimizer_of |= dict.fromkeys(group["params"], optimizer)
                 self._init_group(optimizer, group)
-        self._moment_hooks = self._moments.attach(
-            self._matrix_step, self.plan_inputs, self._state_of
-        )
         self.record_metrics(is_on=False)
         self.removed: set[torch.Tensor] = set()
         self._create_state()
@@ -195,6 +211,9 @@ class MuonStep:
         param = self._matrix_step.params[position]
         return self._optimizer_of[param].state[param]
 
+    def _moments_of(self, position: int) -> torch.Tensor:
+        return local_tensor(self._state_of(position)[MOMENT2_BUFFER])
+
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of all optimizers by parameter, which users and loading replace."""
         owners = self._optimizer_of.items()
@@ -209,8 +228,11 @@ class MuonStep:
             values["momentum_buffer"] = placed_momentum(
                 momentum, self._step.momentum_dtype, in_cpu_memory=self._step.offload_momentum
             )
+            if self._adamuon is not None and MOMENT2_BUFFER not in values:
+                values[MOMENT2_BUFFER] = torch.zeros_like(param, dtype=torch.float32)
         self._main_params.create(own)
-        self._moments.create(own)
+        if self._owner is not None:
+            self._owner.complete(own)
 
     def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Describe the shards of a state by name."""
@@ -234,7 +256,8 @@ class MuonStep:
         problems, removed = [], set()
         for param, shards in self._stored.items():
             actual = self._shards_of(states[param])
-            if not shards.keys() <= actual.keys():
+            # Owners reset their own state alone: nobody else has it.
+            if any(not key.endswith(MOMENT2_OF_OWNER) for key in shards.keys() - actual.keys()):
                 removed.add(param)
             problems += [
                 f"{self._planned[param].name}: expected {key} of {shards[key]}, got {actual[key]}. "
@@ -253,19 +276,9 @@ class MuonStep:
         return []
 
     def use_loaded(self) -> None:
-        """Prepare a state that was loaded; nothing to do for Muon's."""
-
-    def publish_moments(self) -> None:
-        """Copy second moments into the optimizer state, before a save."""
-        self._moments.publish(self._states())
-
-    def collect_moments(self) -> None:
-        """Read a state that was loaded in place; called by all ranks together.
-
-        Communication: with normuon under Megatron one all-reduce a plan, of 4 bytes a row or column
-            of a block.
-        """
-        self._moments.collect(self._states())
+        """Prepare a state that was loaded."""
+        if self._owner is not None:
+            self._owner.use_loaded(self._states())
 
     def refresh_main_params(self) -> None:
         """Let the next step read bfloat16 parameters that were changed outside of a step."""
@@ -273,9 +286,12 @@ class MuonStep:
 
     def record_metrics(self, is_on: bool = True) -> None:
         """Record metrics of every step for ``last_metrics()``, by a pass over its tensors."""
-        step = self._matrix_step
+        step, adamuon = self._matrix_step, self._adamuon
         # All hooks of a step are listed here, in the order that ``hooks`` states.
-        step.hooks, self._metrics = list(self._moment_hooks), None
+        step.hooks, self._metrics = [], None
+        if adamuon is not None:
+            factors = [adamuon.factors(self._planned[param]) for param in step.params]
+            step.hooks.append(AdaMuon(self._moments_of, factors, adamuon.beta2, adamuon.eps))
         if is_on:
             self._metrics = MetricSums([self._planned[p] for p in step.params], step.group_index)
             step.hooks.append(self._metrics)
@@ -369,17 +385,16 @@ class MuonStep:
         self.removed.clear()
         # Read in every step: loading replaces them.
         states = [self._optimizer_of[param].state[param] for param in self._matrix_step.params]
-        if self._moments.method is not None:
-            self._moments.follow(self._states())
+        if self._owner is not None:
+            self._owner.advance(self._states(), without)
         try:
-            with self._moments.preserve(without):
-                self._matrix_step.step(
-                    self._groups(),
-                    self._weights(),
-                    self._grads(without),
-                    [local_tensor(state["momentum_buffer"]) for state in states],
-                    overlap_fn,
-                )
+            self._matrix_step.step(
+                self._groups(),
+                self._weights(),
+                self._grads(without),
+                [local_tensor(state["momentum_buffer"]) for state in states],
+                overlap_fn,
+            )
         finally:
             # After an error too: the state may be read, or loaded, next.
             self._matrix_step.staging.synchronize()

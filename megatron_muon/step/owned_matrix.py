@@ -65,7 +65,7 @@ class OwnedMatrix:
 
     optimizer: torch.optim.Optimizer
     prefix: str = ""
-    pattern: Mapping[str, Any]
+    pattern: Mapping[str, Any] | None = None
     # Whether its optimizer has made no step: its state is as the constructor has left it.
     _is_new: bool = True
 
@@ -147,15 +147,19 @@ class OwnedMatrix:
             )
         state |= made | {self.prefix + IS_FRESH: False}
 
-    def fresh_state(self) -> dict[str, Any]:
-        """Return state by name in the state of the parameter, for loads: a step makes it anew."""
+    def complete(self, state: dict[str, Any]) -> None:
+        """Add a fresh state, for loads, where it is incomplete: a step makes it anew."""
+        pattern = self.pattern
+        # Without a pattern its optimizer has not been built.
+        if pattern is None or {self.prefix + key for key in (*pattern, IS_FRESH)} <= state.keys():
+            return
         made = self._read_state() if self._is_new else {}
         blank = {
             self.prefix + name: value() if isinstance(value, partial) else copy.deepcopy(value)
-            for name, value in self.pattern.items()
+            for name, value in pattern.items()
             if self.prefix + name not in made
         }
-        return {**blank, **made, self.prefix + IS_FRESH: True}
+        state |= {**blank, **made, self.prefix + IS_FRESH: True}
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state by name in the state of the parameter."""
@@ -176,7 +180,7 @@ class OwnedMatrix:
         Products of transposed matrices have other bits, and checkpoints know no strides. Numbers of
         steps may be in CPU memory.
         """
-        for name, make in self.pattern.items():
+        for name, make in (self.pattern or {}).items():
             value = state.get(self.prefix + name)
             if isinstance(make, partial) and torch.is_tensor(value):
                 own = {"dtype": value.dtype, "device": value.device}

@@ -9,7 +9,6 @@ owned, in the state of the parameter::
 """
 
 import logging
-import secrets
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.matrices import RowIndex
-from megatron_muon.runtime.agreement import first_line, gather_objects, raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.tensors import local_tensor
@@ -28,16 +27,13 @@ from megatron_muon.step.elementwise import TensorList, scale_function
 from megatron_muon.step.hooks import StepHooks
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
-from megatron_muon.step.owned_matrix import IS_FRESH, Build, OwnedMatrix
+from megatron_muon.step.owned_matrix import Build, OwnedMatrix
+from megatron_muon.step.owner_state import StateOwner
 
 logger = logging.getLogger(__name__)
 
-# Number of a step of a run, in the state of each parameter on all ranks, and of each matrix on its
-# owner: torch's full_state_dict keeps the first for all parameters, and the second for one rank.
-STEP_OF_ALL, STEP_OF_OWNER = "step_of_all_ranks", "step_of_owner"
 
-
-class WholeMatrices:
+class WholeMatrices(StateOwner):
     """The matrices that this rank owns, and their exchange; in place of a ``MatrixStep``.
 
     Each matrix has an optimizer of its own: a class may have state in its attributes, such as a
@@ -52,14 +48,12 @@ class WholeMatrices:
         params: By position, the parameters with local rows, once there is an engine.
         hooks: None are called.
         problems: Errors of the last exchange, as sentences.
-        is_built: Whether they have their optimizers.
     """
 
+    num_inputs = 2
     engine: Engine
-    is_built: bool = False
     params: Sequence[Any]
     _workspace_bytes: int = 0
-    _number: int = 0
     _act: Callable[[OwnedMatrix], None]
 
     def __init__(self, build: Build, ignored: Collection[str]) -> None:
@@ -69,20 +63,22 @@ class WholeMatrices:
         self.problems: list[str] = []
 
     def claim(
-        self, param: torch.Tensor, name: str, weight: torch.Tensor, gradient: torch.Tensor
-    ) -> Callable[[], None]:
+        self, matrices: Sequence[tuple[torch.Tensor, str]], *stacks: torch.Tensor
+    ) -> Callable[[Callable[[], None]], None]:
         """Register a matrix; see ``MatrixOwner``."""
-        owned = OwnedMatrix(param, name, weight, gradient)
+        # Rows in float32 are not stacked.
+        ((param, name),), (weights, gradients) = matrices, stacks
+        owned = OwnedMatrix(param, name, weights[0], gradients[0])
         self.owned.append(owned)
 
-        def act() -> None:
+        def act(_: object) -> None:
             """Build the optimizer of the matrix in the first exchange, and step it afterwards."""
             try:
-                devices = [weight.device] if weight.device.type == "cuda" else []
+                devices = [weights.device] if weights.device.type == "cuda" else []
                 with torch.random.fork_rng(devices):
                     # The generator of the model would give numbers that depend on the owner, and
                     # would differ between ranks afterwards.
-                    seed = zlib.crc32(f"{name} {self._number}".encode())
+                    seed = zlib.crc32(f"{name} {self.number % 2**32}".encode())
                     torch.default_generator.manual_seed(seed)
                     if devices:
                         torch.cuda.manual_seed(seed)
@@ -131,11 +127,9 @@ class WholeMatrices:
 
         self._act = build
         self._exchange(weights, weights, None)
-        self.is_built = True
 
     def step(
         self,
-        number: int,
         groups: Mapping[torch.Tensor, Mapping[str, Any]],
         states: Mapping[torch.Tensor, dict[str, Any]],
         weights: TensorList,
@@ -145,7 +139,6 @@ class WholeMatrices:
         """Replace weights by new ones.
 
         Args:
-            number: Number of the step, on which random numbers depend.
             groups: Parameter groups by parameter.
             states: State by parameter.
             weights: Float32, by position.
@@ -163,7 +156,7 @@ class WholeMatrices:
                 group = self._options(groups[owned.param])
                 owned.step(self._build, group, states[owned.param])
 
-        self._act, self._number = step, number
+        self._act = step
         pairs = zip(weights, grads, strict=True)
         filled = [
             torch.full_like(weight, torch.nan) if grad is None else grad.float()
@@ -224,8 +217,6 @@ class WholeMatrixStep(MuonStep):
 
     @torch.no_grad()
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - of MuonStep
-        # The high bits identify the run: its state must not be mixed with the state of another.
-        self._number = gather_objects(secrets.randbits(30))[0] << 32
         super().__init__(*args, **options)
         self._owner.build(self._group_of(), self._weights())
         # All ranks of the job construct.
@@ -233,10 +224,6 @@ class WholeMatrixStep(MuonStep):
         self._create_state()
 
     def _make_matrix_step(self, rows_device: torch.device) -> WholeMatrices:
-        for owned in self._owner.owned:
-            parameter = self._planned[owned.param]
-            suffix = owned.name.removeprefix(parameter.name).strip()
-            owned.prefix = parameter.state_prefix + (suffix and f"{suffix}.")
         self._owner.attach(self.engine, self._params)
         return self._owner
 
@@ -247,31 +234,18 @@ class WholeMatrixStep(MuonStep):
         """Add missing tensors to a state that was created or loaded, as the class makes them."""
         own = {param: state.setdefault(param, {}) for param in self._params}
         self._main_params.create(own)
-        for values in own.values():
-            values.setdefault(STEP_OF_ALL, self._number)
-        for owned in self._owner.owned if self._owner.is_built else ():
-            values = own[owned.param]
-            if not {owned.prefix + name for name in (*owned.pattern, IS_FRESH)} <= values.keys():
-                values |= owned.fresh_state()
-            values.setdefault(owned.prefix + STEP_OF_OWNER, values[STEP_OF_ALL])
+        self._owner.complete(own)
 
     def record_metrics(self, is_on: bool = True) -> None:
         """Refuse to record metrics, which describe the updates of Muon."""
         if is_on:
-            raise ValueError("record_metrics: expected Muon, got optimizer_class. Leave it out")
+            raise ValueError("record_metrics: expected Muon, got an optimizer of whole matrices")
 
     def follow_state(self) -> list[str]:
         """Create state that was removed; owners reset it alone, as nobody else has it."""
         problems = super().follow_state()
         self.removed.clear()
         return problems
-
-    def use_loaded(self) -> None:
-        """Prepare a state that was loaded."""
-        states = self._states()
-        self._number = max((values[STEP_OF_ALL] for values in states.values()), default=0)
-        for owned in self._owner.owned:
-            owned.take_loaded(states[owned.param])
 
     @torch.no_grad()
     def step(
@@ -285,13 +259,9 @@ class WholeMatrixStep(MuonStep):
             RuntimeError: On all ranks, if the class has raised on one.
         """
         groups, states = self._group_of(), self._states()
-        self._number += 1
-        for values in states.values():
-            values[STEP_OF_ALL] = self._number
-        for owned in self._owner.owned:
-            states[owned.param][owned.prefix + STEP_OF_OWNER] = self._number
+        self._owner.advance(states, without)
         rows = self._weights(), self._grads(without)
-        self._owner.step(self._number % 2**32, groups, states, *rows, overlap_fn)
+        self._owner.step(groups, states, *rows, overlap_fn)
         advice = "Other matrices were stepped. Load weights and optimizer from a checkpoint."
         self._end(self.group, advice)
 

@@ -181,16 +181,17 @@ def test_state_of_another_method_is_refused():
         Muon([torch.nn.Parameter(drawn((3, 4), 0))], adaptive=each)
         for each in (None, "normuon", "namo")
     )
-    # Its one number was broadcast.
-    with pytest.raises(RuntimeError, match=r"expected moment2_buffer of .*\(4,\), got .*\(1,\)"):
+    with pytest.raises(RuntimeError, match=r"expected \['moment2_of_owner'\] of the same method"):
         ours.load_state_dict(namo.state_dict())
-    with pytest.raises(RuntimeError, match="expected .*moment2_buffer.* of muon, got"):
+    with pytest.raises(RuntimeError, match="expected .*moment2_of_owner.* of the same method"):
         ours.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="expected .* of muon, got .*step_of_all_ranks"):
+        plain.load_state_dict(ours.state_dict())
     ours.fresh_if_moved = True
     with pytest.warns(UserWarning, match="fresh state"):
         ours.load_state_dict(plain.state_dict())
     (state,) = ours.state.values()
-    assert state["moment2_buffer"].shape == (4,)
+    assert state["moment2_of_owner"].shape == (1, 4)
 
 
 def test_splits_of_this_run_win_over_those_of_the_checkpoint():

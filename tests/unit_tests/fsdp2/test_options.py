@@ -109,12 +109,12 @@ def test_own_method_is_called_with_results_and_its_state():
             param.grad = grad.clone()
             muon.step()
         moved.append(start - param.detach())
-        moments.append(muon.state[param].get("moment2_buffer"))
+        moments.append(muon.state[param].get("moment2_of_owner"))
     results = moved[0] / 0.2
     expected = 0.1 * (0.05**0.5 + 0.0975**0.5) * results
     torch.testing.assert_close(moved[1], expected, rtol=1e-4, atol=1e-6)
     means = 0.0975 * results.square().mean(1)
-    torch.testing.assert_close(moments[1], means, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(moments[1].flatten(), means, rtol=1e-4, atol=0.0)
 
 
 def _replace_tensor(state: dict[str, Any], key: str) -> None:
@@ -141,10 +141,11 @@ def test_state_that_was_offloaded_between_steps_is_followed(method, offload):
                 param.grad = drawn(param.shape, 10 * step + i)
             muon.step()
             for state in muon.state.values() if is_offloaded else ():
-                for key in list(state):
+                for key in [key for key, value in state.items() if torch.is_tensor(value)]:
                     offload(state, key)
         states = (value for param in params for value in muon.state[param].values())
-        found.append([*(param.detach() for param in params), *states])
+        tensors = filter(torch.is_tensor, states)
+        found.append([*(param.detach() for param in params), *tensors])
     assert all(map(torch.equal, *found))
 
 

@@ -46,6 +46,7 @@ def _param(*shape: int, **marks: Any) -> Any:
 
 BF16, GRAM = ExchangeSettings(comm_dtype="bf16"), ExchangeSettings(newton_schulz="gram")
 L2 = {"weight_decay_method": "l2"}
+IN_BF16 = {"momentum_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,11 @@ L2 = {"weight_decay_method": "l2"}
         ("expected a function of a stack", {"newton_schulz": torch.clone, "exchange": GRAM}),
         ("expected one of adamuon, normuon, namo, got adam", {"adaptive": "adam"}),
         ("adaptive: expected a name, or an object with state", {"adaptive": torch.clone}),
-        ("expected decoupled weight decay with namo", {"adaptive": "namo", **L2}),
+        ("expected decoupled or independent or palm with namo", {"adaptive": "namo", **L2}),
+        ("momentum_dtype: expected torch.float32 with namo", {"adaptive": "namo", **IN_BF16}),
+        ("exchange.newton_schulz: expected standard", {"adaptive": "namo", "exchange": GRAM}),
+        ("offload_momentum: expected False", {"adaptive": "namo", "offload_momentum": True}),
+        ("newton_schulz: expected None", {"adaptive": "namo", "newton_schulz": torch.clone}),
         ("lr: expected a number, at least 0 and less than inf, got -1", {"lr": -1.0}),
         ("momentum: expected a number, at least 0 and less than 1.0, got 2.0", {"momentum": 2.0}),
         ("weight_decay: expected a number, at least 0", {"weight_decay": float("nan")}),

@@ -189,19 +189,38 @@ def _hook() -> list[str]:
     return seen
 
 
-def _load_full() -> str:
+def _load_full(**arguments: Any) -> str:
     """Load a state that torch has collected on rank 0, where no state of other owners is."""
     state, optimizer = {}, None
     for step in (2, 0):
         parameters = FSDP2[3]["uneven"]()
         model = nn.ParameterList(each.param for each in parameters)
-        optimizer, _ = _build(parameters, "soap", {})
+        optimizer = Muon([*model.named_parameters()], lr=0.02, **arguments)
         _step(parameters, [optimizer], range(step))
         if step:
             options = StateDictOptions(full_state_dict=True)
             state = get_optimizer_state_dict(model, optimizer, options=options)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     return error_of(partial(set_optimizer_state_dict, options=options), model, optimizer, state)
+
+
+def _moments_without_rows() -> bool:
+    """Step without a gradient of matrices whose owners have none of their rows; state stays."""
+    mesh = init_device_mesh(kind(), (dist.get_world_size(),))
+    parameters = [shard((1, 4 + seed), seed, mesh) for seed in range(3)]
+    params = [each.param for each in parameters]
+    optimizer = Muon(params, lr=0.1, adaptive="normuon")
+
+    def kept() -> list[Any]:
+        states = optimizer.state_dict()["state"].values()
+        return [value.clone() for each in states for k, value in each.items() if "moment2_" in k]
+
+    _step(parameters, [optimizer], [0])
+    before = kept()
+    for param in params:
+        param.grad = None
+    optimizer.step()
+    return all(map(torch.equal, before, kept()))
 
 
 def _reset(optimizer_class: Any) -> list[str]:
@@ -265,7 +284,10 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
 FAULTS = {
     "fail": _fail,
     "miss": _miss,
-    "full": _load_full,
+    "full soap": partial(_load_full, optimizer_class="soap"),
+    "full normuon": partial(_load_full, adaptive="normuon"),
+    "full namo": partial(_load_full, adaptive="namo"),
+    "moments without rows": _moments_without_rows,
     "hook": _hook,
     **{name: case for name, (case, _) in REFUSED.items()},
 }
@@ -298,9 +320,10 @@ def test_class_that_raises_on_one_owner():
         assert differences == []
 
 
-def test_state_that_one_rank_has_collected_is_refused():
+@pytest.mark.parametrize("name", ["soap", "normuon", "namo"])
+def test_state_that_one_rank_has_collected_is_refused(name):
     """A state without the matrices of other owners is refused, though torch fills it up."""
-    for error in results(3)["full"]:
+    for error in results(3)[f"full {name}"]:
         assert "step_of_owner of the step that saved, got another" in error
 
 
@@ -312,6 +335,11 @@ def test_hooks_of_all_optimizers_see_one():
 def test_matrix_without_a_gradient():
     """A matrix without a gradient keeps its value and state."""
     assert results(3)["miss"] == [True] * 3
+
+
+def test_second_moments_of_a_matrix_without_a_gradient():
+    """Second moments without a gradient stay; an owner without rows of the matrix averaged them."""
+    assert results(3)["moments without rows"] == [True] * 3
 
 
 def _train(folder: str, first: int, layout: str) -> None:

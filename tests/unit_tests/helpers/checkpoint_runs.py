@@ -165,7 +165,7 @@ def assert_resumes(
 
 
 # State that is sharded as the rows of its parameter.
-_OF_ROWS = ("param", ".momentum_buffer", ".moment2_buffer", ".moment2_rows")
+_OF_ROWS = ("param", ".momentum_buffer", ".moment2_buffer")
 
 
 def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[str, torch.Tensor]:

@@ -26,21 +26,23 @@ from helpers.ranks import ROOT, UNIT_TESTS, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
 DATA = UNIT_TESTS / "checkpoint" / "data"
+# Of the same version, with the moments of NorMuon that all ranks kept.
+OF_NORMUON = DATA / "normuon_0.1.0.tar.xz"
 # Second moments too.
 FLAGS = (
     *BF16, *"--num-layers 1 --hidden-size 16 --ffn-hidden-size 24 --vocab-size 31".split(),
-    *"--optimizer adaptive_muon --adaptive-muon-moment2-method normuon".split(),
+    *"--optimizer adaptive_muon --adaptive-muon-moment2-method adamuon".split(),
 )  # fmt: skip
 FORMS = {name: StateDictOptions(flatten_optimizer_state_dict=name == "flat")
          for name in ("flat", "nested")}  # fmt: skip
 
 
-def build() -> tuple[Any, Any]:
+def build(method: str = "adamuon") -> tuple[Any, Any]:
     """Return a small model that FSDP2 has sharded, and its optimizer."""
     from megatron_muon.fsdp2 import MuonAdamW
 
     model = small_model(is_sharded=True)
-    return model, MuonAdamW.from_model(model, adaptive="normuon")
+    return model, MuonAdamW.from_model(model, adaptive=method)
 
 
 def _save_fsdp2() -> None:

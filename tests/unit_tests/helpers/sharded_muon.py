@@ -254,20 +254,16 @@ def step_both(optimizers: Optimizers, comm_dtype: str, num_steps: int = 3) -> No
 
 
 def differences_by_block(
-    optimizers: Optimizers, comm_dtype: str, method: str, *, sums_in_float64: bool = True, **of: Any
+    optimizers: Optimizers, comm_dtype: str, method: str, **of: Any
 ) -> list[str]:
     """Step beside emerging-optimizers with each block as a parameter; list what differs."""
     parts = optimizers.joined_parts()
     whole = WholeMuon(parts, comm_dtype, method, **of)
-    if not sums_in_float64:
-        whole.replaced.clear()
     for step in range(3):
         optimizers.set_gradients(step)
         optimizers.sharded.step()
         whole.step([optimizers.joined(i, 1000 * step + i) for i, _ in enumerate(parts)])
-    # A few units in the last place of weights of size 3; a moment of another step gives 1e-2.
-    atol = 0.0 if sums_in_float64 else 1e-6
-    return differences(parts, optimizers.sharded, whole.wholes(), atol)
+    return differences(parts, optimizers.sharded, whole.wholes())
 
 
 @contextmanager

@@ -29,27 +29,26 @@ def _build(method: str | None, **options: Any) -> Any:
     return build_optimizers(**{"num_shards": 2, "sharded": sharded, **options})
 
 
-def _by_block(method: str, sums_in_float64: bool, **options: Any) -> list[str]:
-    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "beta2": 0.9, "nesterov": True}
-    return differences_by_block(
-        _build(method, **options), "fp32", method, sums_in_float64=sums_in_float64, **settings
-    )
-
-
 def _shards_that_start_within_a_query_group() -> list[str]:
     # The second has rows of key, value and query, in this order.
-    options = {"num_shards": 3, "cases": [(24, [9, 11, 12])]}
-    return [each for name in ("normuon", "namo") for each in _by_block(name, True, **options)]
+    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "beta2": 0.9, "nesterov": True}
+    return [
+        each
+        for name in ("normuon", "namo")
+        for each in differences_by_block(
+            _build(name, num_shards=3, cases=[(24, [9, 11, 12])]), "fp32", name, **settings
+        )
+    ]
 
 
-def _state_shapes(method: str, mode: str) -> dict[str, list[int]]:
-    """Return the shapes of the state that a method adds, by parameter and key."""
+def _moments(method: str, mode: str) -> dict[str, list[int]]:
+    """Return the shapes of the second moments that a rank keeps, by parameter and key."""
     built = _build(method, settings={"tp_mode": mode}, cases=MATRICES, num_tensor_ranks=2)
     return {
         f"{part.name}.{key}": list(value.shape)
         for param, _, part in built.params
         for key, value in built.sharded.state[param].items()
-        if key != "momentum_buffer"
+        if "moment2_" in key
     }
 
 
@@ -71,7 +70,7 @@ def _calls_of_many_blocks(num_layers: int = 24) -> dict[str, tuple[int, dict[str
     cases = [*layer * num_layers, (8, [0, 32]), *[(8, [7, 25])] * num_layers]
     blocks = [[sum(rows)] for _, rows in layer] * num_layers + [[8, 4, 4]] * (num_layers + 1)
     found = {}
-    for method in ("muon", "normuon", "namo"):
+    for method in ("muon", "normuon"):
         built = _build(
             None if method == "muon" else method,
             cases=cases,
@@ -102,18 +101,15 @@ def _offloaded_between_steps() -> list[str]:
         for step in range(3):
             built.set_gradients(step)
             built.sharded.step()
-            built.sharded.muon_step.publish_moments()
             for state in states if is_offloaded else ():
-                for key in [key for key in state if key.startswith("moment2_")]:
+                for key in [key for key in state if "moment2_" in key]:
                     before, state[key] = state[key], state[key].clone()
                     before.fill_(float("nan"))
-        moments = [
-            (key, getattr(state[key], "_local_tensor", state[key]))
-            for state in states
-            for key in state
-            if "2_" in key
+        moments = [(key, state[key]) for state in states for key in state if "moment2_" in key]
+        found[is_offloaded] += [
+            *moments,
+            *((part.name, param._local_tensor) for param, _, part in built.params),
         ]
-        found[is_offloaded] += [*moments, *enumerate(value for value, _ in built.state())]
     return [
         str(name)
         for (name, a), (_, b) in zip(*found.values(), strict=True)
@@ -123,16 +119,12 @@ def _offloaded_between_steps() -> list[str]:
 
 results = cached_cases(
     {
-        2: {
-            "calls": _calls_of_many_blocks,
-            "sums": functools.partial(_by_block, "namo", False, cases=MATRICES),
-            "offload": _offloaded_between_steps,
-        },
+        2: {"calls": _calls_of_many_blocks, "offload": _offloaded_between_steps},
         3: {"order": _shards_that_start_within_a_query_group},
         4: {
-            "joined": functools.partial(_state_shapes, "normuon", "duplicated"),
-            "apart": functools.partial(_state_shapes, "normuon", "blockwise"),
-            "namo": functools.partial(_state_shapes, "namo", "duplicated"),
+            "joined": functools.partial(_moments, "normuon", "duplicated"),
+            "apart": functools.partial(_moments, "normuon", "blockwise"),
+            "namo": functools.partial(_moments, "namo", "duplicated"),
         },
     }
 )
@@ -143,8 +135,6 @@ results = cached_cases(
     [
         # A shard that starts with the key of a query group has the same bits.
         (3, "order"),
-        # Beside emerging-optimizers as it is, whose sums are in float32.
-        (2, "sums"),
         # Trainers that offload states between steps replace tensors: moments went stale.
         (2, "offload"),
     ],
@@ -155,24 +145,28 @@ def test_second_moments_are_upstreams(world_size, name):
 
 
 def test_a_block_costs_less_than_one_call():
-    """Second moments of a block take less than half a call, and one all-reduce for normuon."""
+    """Second moments of a block take less than half a call, and no collective."""
     for found in results(2)["calls"]:
-        for method, (num_blocks, calls) in found.items():
-            assert calls.get("allreduce_", 0) == (method == "normuon")
+        for num_blocks, calls in found.values():
+            assert calls.get("allreduce_", 0) == 0
             assert sum(calls.values()) <= 0.5 * num_blocks, calls
 
 
-def test_state_of_a_whole_block_has_one_name_on_its_ranks():
-    """State of a joined block has one name on all ranks, and of blocks apart one by rank."""
-    joined, apart, namo = (results(4)[name] for name in ("joined", "apart", "namo"))
-    assert joined[0] == joined[1] == joined[2] == joined[3]
-    assert joined[0]["layer.1.weight.moment2_cols"] == [1, 96]
-    assert joined[0]["layer.5.weight.moment2_cols"] == [2, 24]
-    assert apart[0]["layer.1.weight.moment2_cols_tensor_rank_0_of_2"] == [1, 48]
-    assert apart[1]["layer.1.weight.moment2_cols_tensor_rank_1_of_2"] == [1, 48]
-    # Replicated by tensor parallelism: equal on both.
-    assert apart[0]["layer.2.weight.moment2_rows"] == [32, 1]
-    assert {key: shape for key, shape in namo[0].items() if "layer.5" in key} == {
-        "layer.5.weight.moment2_buffer": [3]
+def test_state_of_a_block_has_one_owner_and_one_name():
+    """Each block has one state, named by its tensor-parallel rank where this rank has it alone."""
+    joined, apart, namo = (
+        [pair for found in results(4)[name] for pair in found.items()]
+        for name in ("joined", "apart", "namo")
+    )
+    for pairs in (joined, apart, namo):
+        assert len(dict(pairs)) == len(pairs)
+    assert dict(joined)["layer.1.weight.moment2_of_owner"] == [1, 96]
+    assert dict(joined)["layer.5.weight.block 1.moment2_of_owner"] == [1, 24]
+    for rank in (0, 1):
+        name = f"layer.1.weight.tensor rank {rank} of 2.moment2_of_owner"
+        assert dict(apart)[name] == [1, 48]
+    # Replicated by tensor parallelism: one owner.
+    assert dict(apart)["layer.2.weight.moment2_of_owner"] == [32, 1]
+    assert {key: shape for key, shape in namo if "layer.5" in key} == {
+        f"layer.5.weight.block {block}.moment2_buffer": [1] for block in range(3)
     }
-    assert "layer.1.weight.moment2_rows" not in joined[0]

@@ -153,9 +153,11 @@ def _adaptive_rows(grids: Sequence[tuple[int, Grid]], *, modes: bool = False) ->
     scale = {"extra_scale_factor": 0.2}
     of_adamuon = {"scale_mode": "spectral", **scale, "beta2": 0.9}
     for (num_shards, grid), exchange in itertools.product(grids, (FP32, BF16)):
-        yield Row(num_shards, grid, of_adamuon, exchange, {}, "adamuon")
-        for method in ("normuon", "namo"):
-            yield Row(num_shards, grid, scale, exchange, {}, method)
+        for method, settings in (("adamuon", of_adamuon), ("normuon", scale)):
+            yield Row(num_shards, grid, settings, exchange, {}, method)
+        # Owners step it as upstream, on float32 rows.
+        precision = {"fp32_matmul_prec": "medium" if exchange is FP32 else "high"}
+        yield Row(num_shards, grid, {**scale, **precision}, FP32, {}, "namo")
     blockwise = {"tp_mode": "blockwise"}
     # Upstream's AdaMuon scales by the shape of a tensor-parallel rank, as ours. Not in mode
     # distributed: it multiplies parts of a matrix there, and rounding decides the sign of small

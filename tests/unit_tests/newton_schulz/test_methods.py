@@ -10,9 +10,6 @@ from helpers.device import device
 from helpers.fsdp2_models import drawn
 
 from megatron_muon.newton_schulz.settings import NorMuon
-from megatron_muon.plan.layout import MatrixLayout, Region
-from megatron_muon.plan.routes import Part
-from megatron_muon.runtime.moments import Moments
 
 
 @pytest.mark.parametrize(
@@ -45,28 +42,3 @@ def test_normuon_of_a_stack_has_the_bits_of_upstream(shape):
         tolerance = 0.0 if device().type == "cpu" else 1e-5
         torch.testing.assert_close(found, torch.stack(expected), rtol=tolerance, atol=0.0)
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0.0)
-
-
-def _layout(blocks: tuple[tuple[int, int], ...]) -> MatrixLayout:
-    regions = [Region((0,), i, 0, rows, 0, cols, 0) for i, (rows, cols) in enumerate(blocks)]
-    return MatrixLayout("w", blocks, tuple(regions), (0,))
-
-
-def test_moments_of_a_stack_are_those_of_its_blocks():
-    """A stack gets the moments of its blocks, tall and wide blocks apart."""
-    blocks = ((8, 4), (2, 4), (2, 4))
-    moments = Moments(
-        [_layout(((3, 3),)), _layout(blocks), _layout(blocks)],
-        NorMuon().state_shape,
-        None,
-        device(),
-        by_owner=True,
-    )
-    assert len(moments.values) == 3 + 2 * (8 + 4 + 4)
-    wide = [Part(matrix, block, (0,), 0, 0, 2, 0, 4) for matrix in (1, 2) for block in (1, 2)]
-    index = moments.claim(wide)
-    assert index.shape == (4, 1, 4)
-    assert index[:, 0, 0].tolist() == [3 + 8, 3 + 12, 3 + 16 + 8, 3 + 16 + 12]
-    assert moments.first(2, 0) == 19
-    assert moments.range_of(1, 2) == (3, 35)
-    assert moments.claim([Part(2, 0, (0,), 0, 0, 8, 0, 4)]).flatten().tolist() == [*range(19, 27)]

@@ -95,17 +95,17 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("comm_dtype", "is_bf16", "dtypes", "num_bytes"),
     [
-        ("auto", True, ("bfloat16", "bfloat16"), (2, 2, 8)),
-        ("auto", False, ("float32", "float32"), (4, 4, 0)),
-        ("fp32", True, ("float32", "bfloat16"), (4, 2, 0)),
-        ("bf16", True, ("bfloat16", "bfloat16"), (2, 2, 8)),
+        ("auto", True, ("bfloat16", "bfloat16"), (2, 2)),
+        ("auto", False, ("float32", "float32"), (4, 4)),
+        ("fp32", True, ("float32", "bfloat16"), (4, 2)),
+        ("bf16", True, ("bfloat16", "bfloat16"), (2, 2)),
     ],
 )
 def test_messages_follow_the_precision_of_newton_schulz(comm_dtype, is_bf16, dtypes, num_bytes):
     """Messages have the dtype in which Newton-Schulz computes."""
     found = ExchangeSettings(comm_dtype=comm_dtype).comm_dtypes(is_bf16)
     assert found == CommDtypes(*dtypes)
-    assert (found.gather_bytes, found.scatter_bytes, found.norm_bytes) == num_bytes
+    assert (found.gather_bytes, found.scatter_bytes) == num_bytes
     assert found.normalizes == (dtypes[0] == "bfloat16")
 
 

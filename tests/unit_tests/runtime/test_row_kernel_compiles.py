@@ -19,16 +19,15 @@ _ARGUMENTS = {
     "tiles": "*i32",
     "tensors": "*i64",
     "divisors": "*fp32",
-    "multipliers": "*fp32",
     "factors": "*fp32",
 }
-# Whether the source and the target are bf16, whether the norm divides, whether it multiplies.
+# Whether the source and the target are bf16, whether the norm divides.
 _MOVES = {
-    "fp32 to bf16, divided": (False, True, True, False),
-    "fp32 to fp32, divided": (False, False, True, False),
-    "bf16 to fp32, by factors": (True, False, False, False),
-    "bf16 to bf16, by factors": (True, True, False, False),
-    "fp32 to fp32, by a norm": (False, False, False, True),
+    "fp32 to bf16, divided": (False, True, True),
+    "fp32 to fp32, divided": (False, False, True),
+    "bf16 to fp32, by factors": (True, False, False),
+    "bf16 to bf16, by factors": (True, True, False),
+    "fp32 to fp32, by factors": (False, False, False),
 }
 
 
@@ -43,12 +42,11 @@ def test_row_kernel_has_few_registers_and_wide_accesses(architecture, tmp_path, 
     from megatron_muon.runtime import row_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    for name, (source_is_bf16, target_is_bf16, divides, multiplies) in _MOVES.items():
+    for name, (source_is_bf16, target_is_bf16, divides) in _MOVES.items():
         constants = {
             "SOURCE_IS_BF16": source_is_bf16,
             "TARGET_IS_BF16": target_is_bf16,
             "DIVIDES": divides,
-            "MULTIPLIES": multiplies,
             "WIDTH": row_kernel.WIDTH,
             "TILE": row_kernel.TILE,
             "PIECE": row_kernel.PIECE,

@@ -14,7 +14,6 @@ import torch
 from helpers.fake_cuda import Recorder, fake_cuda
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
-from megatron_muon.runtime import norms
 from megatron_muon.step.elementwise import elementwise_bytes
 from megatron_muon.step.metrics import MetricSums
 
@@ -242,7 +241,6 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     "AdamW one by one": lambda: _muon_and("adamw", foreach=False),
     "cautious decay": lambda: _muon(weight_decay_method="cautious"),
     "Lion": lambda: _muon_and("lion"),
-    "namo": lambda: _muon(adaptive="namo"),
     "metrics": lambda: _with_metrics(momentum_dtype=torch.bfloat16),
 }
 
@@ -297,22 +295,3 @@ def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
             _step(*run)
     # The second wait is for the state, at the end of the step.
     assert events == ["wait", "norms", "wait"]
-
-
-@pytest.mark.cpu_only
-def test_norm_of_a_missing_gradient_is_summed_on_the_gpu():
-    """Zeros for a missing gradient are on the device, among the rows of the others."""
-    devices: list[str] = []
-    original = norms.sums_of_squares
-
-    def watched(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        devices.extend(each.device.type for each in tensors)
-        return original(tensors)
-
-    watch = mock.patch.object(norms, "sums_of_squares", watched)
-    with _alone(lambda: _muon(adaptive="namo")) as (_, optimizer), watch:
-        for param in optimizer.param_groups[0]["params"][:-1]:
-            param.grad = torch.empty_like(param)
-        optimizer.step()
-    # Of what is orthogonalized too.
-    assert devices == ["cuda"] * 2 * len(SHAPES)
