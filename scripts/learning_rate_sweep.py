@@ -331,6 +331,12 @@ def compare_with_soap(options: argparse.Namespace, file: Path) -> None:
                 },
             }
         )
+    muon, soap = (
+        _mean_curve(results, name, width, best_rate(points, name, width))
+        for name in ("Muon, match_adamw", "SOAP")
+    )
+    reached = next((i for i, loss in enumerate(soap, 1) if loss <= muon[-1]), None)
+    print(f"\nSOAP, steps to Muon's last loss: {reached or 'more'} of {options.steps}")
     (options.output / "soap.svg").write_text(loss_plot.draw(drawn))
 
 

@@ -198,6 +198,22 @@ def test_fsdp2_step_counts_bytes_and_states_of_soap(tmp_path):
     assert "| even | megatron_muon |" in run.outputs[0]
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_documents_have_the_states_of_registered_optimizers():
+    """The documents list each registered optimizer, with the elements of its state."""
+    run = launch(2, [], script=ROOT / "benchmarks" / "registered_optimizers.py").check()
+    rows = re.findall(r"^\| (\w+) \| (.*) \| (.*) \|$", run.outputs[0], re.MULTILINE)
+    found = {name: (state, num_bytes) for name, state, num_bytes in rows if name != "class"}
+    assert found.pop("Muon") == ("m n", "4")
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    listed: dict[str, str] = {}
+    for names, states in re.findall(r"^\| (`\w+`(?:; `\w+`)?) \|.*\| (.*) \| .* \|$", text, re.M):
+        pairs = re.findall(r"\w+", names), re.sub(r" \(.*?\)", "", states).split("; ")
+        listed |= {name: pairs[1][min(i, len(pairs[1]) - 1)] for i, name in enumerate(pairs[0])}
+    assert {name: (listed.get(name), "12") for name in found} == found
+
+
 def test_device_time_steps_the_plan_of_a_large_job(load, monkeypatch):
     """The benchmark of device time steps the plan of a large job."""
     event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 1.0)

@@ -234,4 +234,5 @@ def test_sweep_draws_soap_beside_others(tmp_path, monkeypatch, capsys):
     for name, (rate,) in rates.items():
         assert f"| {name}, 32 | {rate:g} |" in printed
         assert f"{name.partition(',')[0]}, learning rate {rate:g}" in picture
+    assert "SOAP, steps to Muon's last loss: " in printed
     assert len(sweep.finished(tmp_path / "runs.jsonl")) == 6
