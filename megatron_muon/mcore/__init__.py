@@ -11,7 +11,8 @@ Files, each importing only those above it::
     relied_on           symbols that are relied on and not replaced
     unsupported         refused settings, with reasons
     fsdp_model          reads the parameters and groups of a model
-    muon                FSDPZeROTensorParallelMuon, its step, and its second moments
+    sharded_matrices    base of optimizers of matrices; SOAP and others
+    muon                FSDPZeROTensorParallelMuon, and the step of all of them
     qk_clip             clips main weights between step and installation
     options             settings without a field in OptimizerConfig
     gradient_repairs    upstream defects of gradients: scale, norm and fused accumulation
