@@ -134,7 +134,8 @@ def _under_megatron(
     preset = options.preset and PRESETS[options.preset]
     model = dataclasses.replace(preset, **fields) if preset else ModelShape(**fields)
     splits = Splits(
-        qkv=not options.muon_no_split_qkv,
+        # SOAP steps fused parameters whole, as upstream.
+        qkv=not (options.muon_no_split_qkv or options.soap),
         glu=options.muon_split_glu,
         mla=options.muon_split_mla,
         per_head=options.muon_split_qkv_per_head,
