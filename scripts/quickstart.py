@@ -23,7 +23,7 @@ from launched_run import TrainingLog, settled_median, train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # From a sweep over one grid for both, docs/quickstart.md.
-LEARNING_RATES = {"muon": 1.6e-2, "adam": 2e-3}
+LEARNING_RATES = {"muon": 1.6e-2, "adam": 2e-3, "soap": 4e-3}
 SEQ_LENGTH = 128
 GLOBAL_BATCH_SIZE = 16
 MODEL = (
