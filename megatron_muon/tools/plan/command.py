@@ -177,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        if options.soap and (options.json or options.svg):
+            raise ValueError("--soap: expected neither --json nor --svg with it. Leave them out.")
         fields = dataclasses.fields(Parallelism)
         parallel = Parallelism(**{field.name: getattr(options, field.name) for field in fields})
         plan = _under_megatron if options.hf is None else _under_fsdp2

@@ -149,6 +149,7 @@ def test_limit_that_is_kept_is_not_refused(capsys):
         (f"{LLAMA} --tp 3", "to be a multiple of 3 tensor-parallel ranks"),
         (f"{LLAMA} --muon-fsdp-cost-model tflops=0", "expected a positive, finite tflops, got 0.0"),
         (f"{LLAMA} --num-layers 1 --svg /nowhere/step.svg", "No such file or directory: '/nowhere"),
+        (f"{LLAMA} --soap --json", "--soap: expected neither --json nor --svg with it."),
         (f"{LLAMA} --muon-fsdp-max-owners 3", "max-owners: expected a power of two"),
     ],
 )
