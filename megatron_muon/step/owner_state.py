@@ -18,6 +18,8 @@ from megatron_muon.runtime.agreement import gather_objects
 # Number of a step of a run, in the state of each parameter on all ranks, and of each matrix on its
 # owner: torch's full_state_dict keeps the first for all parameters, and the second for one rank.
 STEP_OF_ALL, STEP_OF_OWNER = "step_of_all_ranks", "step_of_owner"
+# State of a ``StackMethod``.
+MOMENT2_OF_OWNER = "moment2_of_owner"
 type States = Mapping[torch.Tensor, dict[str, Any]]
 
 
