@@ -96,7 +96,7 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         self.tensor_shards = tensor_shards
         self.params = [param for group in self.param_groups for param in group["params"]]
         self.device = device or local_tensor(self.params[0]).device
-        self.moment2 = {"adaptive": moment2_method, "beta2": beta2, "eps": eps}
+        self.adaptive, self.beta2, self.eps = moment2_method, beta2, eps
         if moment2_method == "namo":
             self.step_class = WholeMatrixStep
         if moment2_method is not None:
@@ -167,8 +167,8 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         Raises:
             ValueError: Unknown method, or settings that namo cannot have.
         """
-        arguments = {**self.arguments, **vars(self), **self.moment2}
-        if problems := method_problems(arguments["adaptive"], arguments, exchange):
+        arguments = {**self.arguments, **vars(self)}
+        if problems := method_problems(self.adaptive, arguments, exchange):
             raise ValueError("; ".join(problems))
         settings = muon_settings(
             arguments,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_muon.rows.parameters import PlannedParameter
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import TensorList, add_cautious_decay
 
 # State of AdaMuon, like its parameter.
@@ -87,7 +88,7 @@ class AdaMuon(StepHooks):
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
     Args:
-        moments: Returns the second moment by position, float32 like its weight.
+        state_of: Returns the state by position, with a second moment like the parameter.
         parameters: By position.
         settings: Settings.
     """
@@ -96,11 +97,11 @@ class AdaMuon(StepHooks):
 
     def __init__(
         self,
-        moments: Callable[[int], torch.Tensor],
+        state_of: Callable[[int], Mapping[str, Any]],
         parameters: Sequence[PlannedParameter],
         settings: AdaMuonSettings,
     ) -> None:
-        self._moments, self._settings = moments, settings
+        self._state_of, self._settings = state_of, settings
         self._factors = list(map(settings.factors, parameters))
 
     def on_results(
@@ -111,7 +112,7 @@ class AdaMuon(StepHooks):
         results: TensorList,
     ) -> None:
         """Divide results by the root of their second moment, and scale them."""
-        moments = [self._moments(position) for position in positions]
+        moments = [local_tensor(self._state_of(i)[MOMENT2_BUFFER]) for i in positions]
         roots = torch._foreach_mul(results, results)
         torch._foreach_lerp_(moments, roots, 1 - self._settings.beta2)
         torch._foreach_copy_(roots, moments)

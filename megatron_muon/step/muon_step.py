@@ -196,9 +196,6 @@ class MuonStep:
         param = self._matrix_step.params[position]
         return self._optimizer_of[param].state[param]
 
-    def _moments_of(self, position: int) -> torch.Tensor:
-        return local_tensor(self._state_of(position)[MOMENT2_BUFFER])
-
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of all optimizers by parameter, which users and loading replace."""
         owners = self._optimizer_of.items()
@@ -276,7 +273,7 @@ class MuonStep:
         step.hooks, self._metrics = [], None
         if adamuon is not None:
             parameters = [self._planned[param] for param in step.params]
-            step.hooks.append(AdaMuon(self._moments_of, parameters, adamuon))
+            step.hooks.append(AdaMuon(self._state_of, parameters, adamuon))
         if is_on:
             self._metrics = MetricSums([self._planned[p] for p in step.params], step.group_index)
             step.hooks.append(self._metrics)

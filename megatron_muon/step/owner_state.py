@@ -37,10 +37,7 @@ class OwnedState(Protocol):
     prefix: str
 
     def complete(self, state: dict[str, Any]) -> None:
-        """Add what is missing to the state of the parameter."""
-
-    def take_loaded(self, state: dict[str, Any]) -> None:
-        """Take a state that was loaded into the memory that steps leave."""
+        """Add what is missing to the state of the parameter, which was created or loaded."""
 
 
 class StateOwner:
@@ -91,5 +88,3 @@ class StateOwner:
     def use_loaded(self, states: States) -> None:
         """Prepare states that were loaded."""
         self.number = max((values[STEP_OF_ALL] for values in states.values()), default=0)
-        for own in self.owned:
-            own.take_loaded(states[own.param])

@@ -83,14 +83,9 @@ class _Moments:
         self.param, self.name, self._shape, self._device = param, name, shape, device
 
     def complete(self, state: dict[str, Any]) -> None:
-        """Add zeros if there are none."""
-        if self.prefix + MOMENT2_OF_OWNER not in state:
-            state[self.prefix + MOMENT2_OF_OWNER] = torch.zeros(self._shape, device=self._device)
-
-    def take_loaded(self, state: dict[str, Any]) -> None:
-        """Move a state to the device; torch loads it to the device of the parameter."""
+        """Add zeros if there are none; torch loads a state to the device of the parameter."""
         key = self.prefix + MOMENT2_OF_OWNER
-        state[key] = state[key].to(self._device)
+        state[key] = state.get(key, torch.zeros(self._shape)).to(self._device)
 
 
 class StackMoments(StateOwner):
@@ -179,9 +174,9 @@ def muon_settings(
     """
     method, beta2, eps = (arguments[name] for name in ("adaptive", "beta2", "eps"))
     of_step = {name: arguments[name] for name in _OF_STEP}
-    kind = method if isinstance(method, str) else type(method)
+    kind = method if isinstance(method, str) else type(method).__name__
     scaling = f"{arguments['scale_mode']} {arguments['extra_scale_factor']}"
-    description = f"{scaling}, {kind} {beta2} {eps}"
+    description = f"{scaling}, adaptive {kind} {beta2} {eps}"
     if method == "namo":
         names = ("num_ns_steps", "coefficient_type", "beta2", "eps")
         of_namo = of_step | {name: arguments[name] for name in names}
