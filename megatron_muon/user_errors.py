@@ -18,6 +18,8 @@ _FLAGS = {
     "Set num_ns_steps": "Set --muon-num-ns-steps",
     "num_ns_steps: ": "--muon-num-ns-steps: ",
     "coefficient_type: ": "--muon-coefficient-type: ",
+    "momentum_dtype: ": "--exp-avg-dtype: ",
+    "offload_momentum: ": "--muon-fsdp-offload-momentum: ",
     "Leave the matrix whole": "Leave the matrix whole (--muon-no-split-qkv)",
 }
 _ARGUMENT = re.compile("|".join([*map(re.escape, _FLAGS), r"exchange\.\w+"]))

@@ -20,8 +20,8 @@ from megatron_muon.fsdp2.parameters import (
 from megatron_muon.fsdp2.settings import PLANNED, key_problems, layout_of
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.tensors import are_same, sharding_of
+from megatron_muon.step.hooks import MOMENT2_BUFFER
 from megatron_muon.step.owner_state import STEP_OF_ALL, STEP_OF_OWNER
-from megatron_muon.step.second_moments import MOMENT2_BUFFER
 from megatron_muon.step.stored_state import MAIN_PARAM
 
 _THROUGH_DCP = "Load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
@@ -184,8 +184,7 @@ def _problem(
     if keys != expected:
         return f"expected {sorted(expected)} of {algorithm}, got {sorted(keys)}"
     for key in sorted(keys):
-        like = current[key] if key == MOMENT2_BUFFER else param
-        own, other = (sharding_of(tensor, *attributes) for tensor in (like, saved[key]))
+        own, other = (sharding_of(tensor, *attributes) for tensor in (param, saved[key]))
         if own != other:
             return f"expected {key} of {own}, got {other}. {advice}"
     if algorithm == "adamw" and sharding_of(saved.get("step")) != "local shape ()":

@@ -9,7 +9,6 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -19,7 +18,7 @@ from emerging_optimizers.utils import FP32MatmulPrecT
 
 from megatron_muon.fsdp2.gradients import CHECKS
 from megatron_muon.fsdp2.parameters import Group, as_split_sizes
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, Scale, StackMethod
+from megatron_muon.newton_schulz.settings import Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import first_line
@@ -29,10 +28,9 @@ from megatron_muon.step.elementwise import (
     WeightDecayMethod,
     scale_function,
 )
-from megatron_muon.step.matrix_step import StepSettings
-from megatron_muon.step.muon_step import AdaMuonSettings, MuonSettings, MuonStep
+from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.owned_matrix import registered_class
-from megatron_muon.step.second_moments import Namo, method_problems, stack_owner
+from megatron_muon.step.second_moments import method_problems, muon_settings
 from megatron_muon.step.whole_matrix import WholeMatrixStep, whole_matrix_settings
 
 # Keys of other optimizers, such as torch.optim.Muon, dion, xtuner and nanochat, with their names
@@ -146,11 +144,6 @@ _FOR_ALL_CLASSES = {
     *("exchange", "process_group", "tensor_group", "check_gradients"),
     *("optimizer_class", "optimizer_options", "nesterov", "scale_mode"),
 }
-# Arguments of NAMO, which owners step by the class of emerging-optimizers, and others.
-_OF_NAMO = (
-    *("nesterov", "weight_decay_method", "fp32_matmul_prec", "coefficient_type", "num_ns_steps"),
-    *("beta2", "eps"),
-)
 # Default of the EMA coefficient of Muon.
 MOMENTUM = 0.95
 _OF_MUON_ALONE = (
@@ -270,40 +263,11 @@ class MuonArguments:
         if self.optimizer_class is not None:
             description = f"{self.optimizer_class} {self.optimizer_options}"
             return whole_matrix_settings(self.build_whole, PLANNED, exchange, description)
-        description = (
-            f"{self.scale_mode} {self.extra_scale_factor}, {self.adaptive} {self.beta2} {self.eps}"
-        )
-        if self.adaptive == "namo":
-            options = {name: getattr(self, name) for name in _OF_NAMO}
-            build = partial(Namo, scale=self._scale, **options)
-            # It is scaled by outputs and inputs.
-            ignored = PLANNED.keys() - {"transposed"}
-            return whole_matrix_settings(build, ignored, exchange, f"{description} {options}")
-        adamuon = None
-        if self.adaptive == "adamuon":
-            adamuon = AdaMuonSettings(self.beta2, self.eps, self._factors)
-        return MuonSettings(
-            NewtonSchulzSettings(
-                self.num_ns_steps,
-                self.coefficient_type,
-                # Then rows may be sent in bf16.
-                self.fp32_matmul_prec == "medium" and self.newton_schulz is None,
-                # Results that are divided element by element are scaled afterwards.
-                scale_function("none", 1.0) if adamuon else self._scale,
-                self.newton_schulz,
-                stack_owner(self.adaptive, self.beta2, self.eps),
-            ),
-            exchange,
-            StepSettings(
-                self.nesterov,
-                self.weight_decay_method,
-                self.fp32_matmul_prec,
-                momentum_dtype=self.momentum_dtype,
-                offload_momentum=self.offload_momentum,
-            ),
-            description,
-            adamuon,
-        )
+        # Results of AdaMuon are scaled after they were divided.
+        scale = scale_function("none", 1.0) if self.adaptive == "adamuon" else self._scale
+        # NAMO is scaled by outputs and inputs.
+        ignored = PLANNED.keys() - {"transposed"}
+        return muon_settings(vars(self), scale, self._factors, exchange, ignored)
 
     def _factors(self, parameter: PlannedParameter) -> tuple[float, float]:
         """Return the factors of updates of AdaMuon."""

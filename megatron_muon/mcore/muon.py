@@ -5,22 +5,20 @@
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
 from megatron_muon.mcore.sharded_matrices import ShardedMatrices
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import scale_function
-from megatron_muon.step.matrix_step import StepSettings
-from megatron_muon.step.muon_step import AdaMuonSettings, MuonSettings, MuonStep
-from megatron_muon.step.second_moments import Namo, method_problems, stack_owner
-from megatron_muon.step.whole_matrix import WholeMatrixStep, whole_matrix_settings
+from megatron_muon.step.muon_step import MuonSettings, MuonStep
+from megatron_muon.step.second_moments import method_problems, muon_settings
+from megatron_muon.step.whole_matrix import WholeMatrixStep
 from megatron_muon.user_errors import in_flags, naming_flags
 
 _ARGUMENTS = frozenset(
@@ -98,7 +96,7 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         self.tensor_shards = tensor_shards
         self.params = [param for group in self.param_groups for param in group["params"]]
         self.device = device or local_tensor(self.params[0]).device
-        self.moment2 = moment2_method, beta2, eps
+        self.adaptive, self.beta2, self.eps = moment2_method, beta2, eps
         if moment2_method == "namo":
             self.step_class = WholeMatrixStep
         if moment2_method is not None:
@@ -169,43 +167,19 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         Raises:
             ValueError: Unknown method, or settings that namo cannot have.
         """
-        of, (method, beta2, eps) = self.arguments, self.moment2
-        description = (
-            f"{of['scale_mode']} {of['extra_scale_factor']}, {self.moment2}, {num_optimizers} "
-            "optimizers"
-        )
-        if problems := method_problems(method, vars(self), exchange):
+        arguments = {**self.arguments, **vars(self)}
+        if problems := method_problems(self.adaptive, arguments, exchange):
             raise ValueError("; ".join(problems))
-        if method == "namo":
-            names = ("nesterov", "weight_decay_method", "fp32_matmul_prec")
-            options = {name: getattr(self, name) for name in names}
-            options |= {name: of[name] for name in ("coefficient_type", "num_ns_steps")}
-            build = partial(Namo, scale=self.scale, beta2=beta2, eps=eps, **options)
-            return whole_matrix_settings(build, (), exchange, f"{description} {options}")
-        adamuon = None
-        if method == "adamuon":
-            adamuon = AdaMuonSettings(beta2, eps, self._factors)
-        return MuonSettings(
-            NewtonSchulzSettings(
-                of["num_ns_steps"],
-                of["coefficient_type"],
-                self.fp32_matmul_prec == "medium",
-                self.scale,
-                owner=stack_owner(method, beta2, eps),
-            ),
+        settings = muon_settings(
+            arguments,
+            self.scale,
+            self._factors,
             exchange,
-            StepSettings(
-                self.nesterov,
-                self.weight_decay_method,
-                self.fp32_matmul_prec,
-                overwrites_gradients=True,
-                gradients_stay=gradients_stay,
-                momentum_dtype=self.momentum_dtype,
-                offload_momentum=self.offload_momentum,
-            ),
-            description,
-            adamuon,
+            overwrites_gradients=True,
+            gradients_stay=gradients_stay,
         )
+        description = f"{settings.description}, {num_optimizers} optimizers"
+        return replace(settings, description=description)
 
     def _factors(self, parameter: PlannedParameter) -> tuple[float, float]:
         """Return the factors of updates of AdaMuon, by the shape on this tensor-parallel rank."""

@@ -132,10 +132,9 @@ def _move(
     target, to_rows, to_cols = _place(move + 4, tensors, TARGET)
     num_rows = tl.load(move + 8).to(tl.int32)
     num_cols = tl.load(move + 9).to(tl.int32)
-    block = tl.load(move + 10)
     divisor = 1.0
     if DIVIDES:
-        divisor = tl.load(divisors + block)
+        divisor = tl.load(divisors + tl.load(move + 10))
     factor0 = tl.load(factors + 2 * number)
     factor1 = tl.load(factors + 2 * number + 1)
     # Rows without gaps on both sides are one long row, which is read and written without gaps.

@@ -15,9 +15,9 @@ Files, each importing only those above it::
     hooks           additions to a step, and their order; cautious weight decay and AdaMuon
     matrix_step     decay, momentum, exchange and update of local tensors
     owner_state     state that the owner of a matrix keeps
-    second_moments  methods that divide results by second moments
     metrics         norms of a step
     muon_step       MuonStep
     owned_matrix    a whole matrix on its owner, with an optimizer of its own
     whole_matrix    optimizers of whole matrices, which owners step in place of Muon
+    second_moments  methods that divide results by second moments; settings of Muon
 """

@@ -8,11 +8,16 @@ metrics see updates as a method returns them, without decay and learning rate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_muon.rows.parameters import PlannedParameter
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import TensorList, add_cautious_decay
+
+# State of AdaMuon, like its parameter.
+MOMENT2_BUFFER = "moment2_buffer"
 
 
 class StepHooks:
@@ -63,29 +68,41 @@ class CautiousDecay(StepHooks):
         add_cautious_decay(results, weights, group["weight_decay"])
 
 
+class AdaMuonSettings(NamedTuple):
+    """Settings of AdaMuon.
+
+    Args:
+        beta2: Decay rate of the second moment.
+        eps: Keeps the divisor from zero.
+        factors: Returns the two factors of results of a parameter.
+    """
+
+    beta2: float
+    eps: float
+    factors: Callable[[PlannedParameter], tuple[float, float]]
+
+
 class AdaMuon(StepHooks):
     """Divide results by the root of a second moment for each element, and scale them.
 
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
     Args:
-        moments: Returns the second moment by position, float32 like its weight.
-        factors: By position, factors of a result, multiplied one after the other.
-        beta2: Decay rate of the second moment.
-        eps: Keeps the divisor from zero.
+        state_of: Returns the state by position, with a second moment like the parameter.
+        parameters: By position.
+        settings: Settings.
     """
 
     num_copies = 1
 
     def __init__(
         self,
-        moments: Callable[[int], torch.Tensor],
-        factors: Sequence[tuple[float, float]],
-        beta2: float,
-        eps: float,
+        state_of: Callable[[int], Mapping[str, Any]],
+        parameters: Sequence[PlannedParameter],
+        settings: AdaMuonSettings,
     ) -> None:
-        self._moments, self._factors = moments, factors
-        self._beta2, self._eps = beta2, eps
+        self._state_of, self._settings = state_of, settings
+        self._factors = list(map(settings.factors, parameters))
 
     def on_results(
         self,
@@ -95,12 +112,12 @@ class AdaMuon(StepHooks):
         results: TensorList,
     ) -> None:
         """Divide results by the root of their second moment, and scale them."""
-        moments = [self._moments(position) for position in positions]
+        moments = [local_tensor(self._state_of(i)[MOMENT2_BUFFER]) for i in positions]
         roots = torch._foreach_mul(results, results)
-        torch._foreach_lerp_(moments, roots, 1 - self._beta2)
+        torch._foreach_lerp_(moments, roots, 1 - self._settings.beta2)
         torch._foreach_copy_(roots, moments)
         torch._foreach_sqrt_(roots)
-        torch._foreach_add_(roots, self._eps)
+        torch._foreach_add_(roots, self._settings.eps)
         torch._foreach_div_(results, roots)
         for factors in zip(*(self._factors[position] for position in positions), strict=True):
             torch._foreach_mul_(results, list(factors))

@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,31 +26,16 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.arena import NOTHING, OtherBytes, is_out_of_memory
 from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
 from megatron_muon.runtime.tensors import are_same, local_tensor, sharding_of
-from megatron_muon.step.hooks import AdaMuon, CautiousDecay
+from megatron_muon.step.hooks import MOMENT2_BUFFER, AdaMuon, AdaMuonSettings, CautiousDecay
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
-from megatron_muon.step.owner_state import StateOwner
+from megatron_muon.step.owner_state import MOMENT2_OF_OWNER, StateOwner
 from megatron_muon.step.plan_inputs import find_plan_inputs
-from megatron_muon.step.second_moments import MOMENT2_BUFFER, MOMENT2_OF_OWNER
 from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, placed_momentum
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = ("dtype", "device")
-
-
-class AdaMuonSettings(NamedTuple):
-    """Settings of AdaMuon.
-
-    Args:
-        beta2: Decay rate of the second moment.
-        eps: Keeps the divisor from zero.
-        factors: Returns the factors of results of a parameter.
-    """
-
-    beta2: float
-    eps: float
-    factors: Callable[[PlannedParameter], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -211,9 +196,6 @@ class MuonStep:
         param = self._matrix_step.params[position]
         return self._optimizer_of[param].state[param]
 
-    def _moments_of(self, position: int) -> torch.Tensor:
-        return local_tensor(self._state_of(position)[MOMENT2_BUFFER])
-
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of all optimizers by parameter, which users and loading replace."""
         owners = self._optimizer_of.items()
@@ -290,8 +272,8 @@ class MuonStep:
         # All hooks of a step are listed here, in the order that ``hooks`` states.
         step.hooks, self._metrics = [], None
         if adamuon is not None:
-            factors = [adamuon.factors(self._planned[param]) for param in step.params]
-            step.hooks.append(AdaMuon(self._moments_of, factors, adamuon.beta2, adamuon.eps))
+            parameters = [self._planned[param] for param in step.params]
+            step.hooks.append(AdaMuon(self._state_of, parameters, adamuon))
         if is_on:
             self._metrics = MetricSums([self._planned[p] for p in step.params], step.group_index)
             step.hooks.append(self._metrics)

@@ -18,6 +18,8 @@ from megatron_muon.runtime.agreement import gather_objects
 # Number of a step of a run, in the state of each parameter on all ranks, and of each matrix on its
 # owner: torch's full_state_dict keeps the first for all parameters, and the second for one rank.
 STEP_OF_ALL, STEP_OF_OWNER = "step_of_all_ranks", "step_of_owner"
+# State of a ``StackMethod``.
+MOMENT2_OF_OWNER = "moment2_of_owner"
 type States = Mapping[torch.Tensor, dict[str, Any]]
 
 
@@ -35,10 +37,7 @@ class OwnedState(Protocol):
     prefix: str
 
     def complete(self, state: dict[str, Any]) -> None:
-        """Add what is missing to the state of the parameter."""
-
-    def take_loaded(self, state: dict[str, Any]) -> None:
-        """Take a state that was loaded into the memory that steps leave."""
+        """Add what is missing to the state of the parameter, which was created or loaded."""
 
 
 class StateOwner:
@@ -89,5 +88,3 @@ class StateOwner:
     def use_loaded(self, states: States) -> None:
         """Prepare states that were loaded."""
         self.number = max((values[STEP_OF_ALL] for values in states.values()), default=0)
-        for own in self.owned:
-            own.take_loaded(states[own.param])

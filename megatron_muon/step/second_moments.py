@@ -10,21 +10,25 @@ namo      norms of whole gradients: ``Namo``, which owners step as an optimizer
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.newton_schulz.settings import NorMuon, Scale, StackMethod
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, NorMuon, Scale, StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.stack_task import checked_result
-from megatron_muon.step.owner_state import StateOwner, States
+from megatron_muon.step.hooks import AdaMuonSettings
+from megatron_muon.step.matrix_step import StepSettings
+from megatron_muon.step.muon_step import MuonSettings
+from megatron_muon.step.owner_state import MOMENT2_OF_OWNER, StateOwner, States
+from megatron_muon.step.whole_matrix import whole_matrix_settings
 
 METHODS = ("adamuon", "normuon", "namo")
-MOMENT2_BUFFER = "moment2_buffer"
-# State of a ``StackMethod``, on the owner of the matrix.
-MOMENT2_OF_OWNER = "moment2_of_owner"
+_OF_STEP = ("nesterov", "weight_decay_method", "fp32_matmul_prec")
 
 
 # Settings that NAMO can have, which owners step by the class of emerging-optimizers. It refuses l2,
@@ -79,14 +83,9 @@ class _Moments:
         self.param, self.name, self._shape, self._device = param, name, shape, device
 
     def complete(self, state: dict[str, Any]) -> None:
-        """Add zeros if there are none."""
-        if self.prefix + MOMENT2_OF_OWNER not in state:
-            state[self.prefix + MOMENT2_OF_OWNER] = torch.zeros(self._shape, device=self._device)
-
-    def take_loaded(self, state: dict[str, Any]) -> None:
-        """Move a state to the device; torch loads it to the device of the parameter."""
+        """Add zeros if there are none; torch loads a state to the device of the parameter."""
         key = self.prefix + MOMENT2_OF_OWNER
-        state[key] = state[key].to(self._device)
+        state[key] = state.get(key, torch.zeros(self._shape)).to(self._device)
 
 
 class StackMoments(StateOwner):
@@ -155,8 +154,47 @@ class Namo(AdaptiveMuon):
         return update
 
 
-def stack_owner(method: str | StackMethod | None, beta2: float, eps: float) -> StackMoments | None:
-    """Return the owner of a method that changes stacks of results, or None for other methods."""
+def muon_settings(
+    arguments: Mapping[str, Any],
+    scale: Scale,
+    factors: Callable[[PlannedParameter], tuple[float, float]],
+    exchange: ExchangeSettings,
+    ignored: Collection[str] = (),
+    **options: Any,  # noqa: ANN401 - of StepSettings
+) -> MuonSettings:
+    """Return the settings of the step of Muon, and of its methods.
+
+    Args:
+        arguments: Of ``fsdp2.MuonArguments``, by name; they may lack ``newton_schulz``.
+        scale: Scale of results.
+        factors: Of updates of a parameter of AdaMuon.
+        exchange: How matrices are exchanged.
+        ignored: Keys of groups that are not the optimizer's.
+        options: Other settings of the step.
+    """
+    method, beta2, eps = (arguments[name] for name in ("adaptive", "beta2", "eps"))
+    of_step = {name: arguments[name] for name in _OF_STEP}
+    kind = method if isinstance(method, str) else type(method).__name__
+    scaling = f"{arguments['scale_mode']} {arguments['extra_scale_factor']}"
+    description = f"{scaling}, adaptive {kind} {beta2} {eps}"
+    if method == "namo":
+        names = ("num_ns_steps", "coefficient_type", "beta2", "eps")
+        of_namo = of_step | {name: arguments[name] for name in names}
+        build = partial(Namo, scale=scale, **of_namo)
+        return whole_matrix_settings(build, ignored, exchange, f"{scaling}, {of_namo}")
     if method == "normuon":
         method = NorMuon(beta2, eps)
-    return None if method is None or isinstance(method, str) else StackMoments(method)
+    function = arguments.get("newton_schulz")
+    newton_schulz = NewtonSchulzSettings(
+        arguments["num_ns_steps"],
+        arguments["coefficient_type"],
+        # Then rows may be sent in bf16.
+        arguments["fp32_matmul_prec"] == "medium" and function is None,
+        scale,
+        function,
+        None if method is None or isinstance(method, str) else StackMoments(method),
+    )
+    of_momentum = {name: arguments[name] for name in ("momentum_dtype", "offload_momentum")}
+    step = StepSettings(**of_step, **of_momentum, **options)
+    adamuon = AdaMuonSettings(beta2, eps, factors) if method == "adamuon" else None
+    return MuonSettings(newton_schulz, exchange, step, description, adamuon)

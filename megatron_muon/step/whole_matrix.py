@@ -28,7 +28,7 @@ from megatron_muon.step.hooks import StepHooks
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.owned_matrix import Build, OwnedMatrix
-from megatron_muon.step.owner_state import StateOwner
+from megatron_muon.step.owner_state import StateOwner, States
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,12 @@ class WholeMatrices(StateOwner):
                 self.problems.append(f"{name}: {first_line(error)}")
 
         return act
+
+    def use_loaded(self, states: States) -> None:
+        """Prepare states that were loaded."""
+        super().use_loaded(states)
+        for owned in self.owned:
+            owned.take_loaded(states[owned.param])
 
     def attach(self, engine: Engine, params: Sequence[torch.Tensor]) -> None:
         """Set the engine, and the parameters of all groups."""

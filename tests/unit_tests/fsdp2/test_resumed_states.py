@@ -18,7 +18,21 @@ from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, parameter_gro
 
 pytestmark = pytest.mark.ranks
 
-METHODS = ("normuon", "namo", "adamuon")
+
+class RowRMS:
+    """A method of a user: rows keep the mean square that they had on average."""
+
+    def state_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        return rows, 1
+
+    def __call__(self, results: Any, state: Any) -> Any:
+        squares = results.square().mean(2, keepdim=True)
+        state.lerp_(squares, 0.05)
+        return results * (state / squares).sqrt()
+
+
+METHODS: dict[str, Any] = {name: name for name in ("normuon", "namo", "adamuon")}
+METHODS["of a user"] = RowRMS()
 # How states are saved, and how they are loaded.
 WAYS = [
     ("one", "one"),
@@ -53,7 +67,7 @@ def _adaptive(method: str, shape: list[int]) -> tuple[Any, list[Any]]:
         {"params": [("bias", params["bias"])], "algorithm": "adamw"},
     ]
     exchange = ExchangeSettings(comm_dtype="fp32")
-    return model, [MuonAdamW(groups, lr=0.05, adaptive=method, exchange=exchange)]
+    return model, [MuonAdamW(groups, lr=0.05, adaptive=METHODS[method], exchange=exchange)]
 
 
 def _build(kind: str, shape: list[int]) -> tuple[Any, list[Any]]:
