@@ -78,14 +78,17 @@ def _has_whole_graph(settings: Settings) -> bool:
 # Megatron-FSDP with any optimizer: Adam's weights are clipped too.
 FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        "--qk-clip with tensor parallelism, but for multi-latent attention",
+        "--qk-clip with fewer query groups than tensor-parallel ranks",
         lambda s: (
             s.get("qk_clip")
-            and _has_several(s, "tensor_model_parallel_size")
             and not s.get("multi_latent_attention")
+            # A flag of command lines alone; without it their number of groups means nothing.
+            and s.get("group_query_attention", True)
+            and s.get("num_query_groups")
+            and s["num_query_groups"] < (s.get("tensor_model_parallel_size") or 1)
         ),
-        "upstream's clip divides the sizes of all ranks by the query groups of one, and fails",
-        "use data parallelism alone, or --multi-latent-attention",
+        "upstream's clip expects the logits of all heads of a group, and ranks share a group",
+        "use no more tensor-parallel ranks than query groups",
     ),
     Unsupported(
         "--qk-clip --attention-output-gate",

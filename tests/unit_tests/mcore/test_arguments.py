@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks
 ZERO_3 = ZERO[3]
 
 ADAM = ("--optimizer", "adam")
+UNGROUPED = ("without:--group-query-attention", "--num-query-groups", "1")
 # Flags that are added to those of the toy GPT under ZeRO-3, and a part of their refusal.
 REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
@@ -46,8 +47,14 @@ REFUSALS = [
     (("--use-torch-fsdp2",), "--use-torch-fsdp2 "),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
     (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),
-    (("--qk-clip", *TP), "upstream's clip divides the sizes of all ranks by the"),
-    (("--qk-clip", *TP, *ADAM), "--optimizer adam --use-megatron-fsdp cannot run"),
+    (("--qk-clip", *TP), "accepted"),
+    (("--qk-clip", *TP, "--num-query-groups", "1"), "expects the logits of all heads of a group"),
+    (
+        ("--qk-clip", *TP, *ADAM, "--num-query-groups", "1"),
+        "--optimizer adam --use-megatron-fsdp cannot run",
+    ),
+    # Every head has keys of its own.
+    (("--qk-clip", *TP, *UNGROUPED), "accepted"),
     (("--qk-clip", "--attention-output-gate"), "leaves the gate out of linear_qkv"),
     (
         ("--qk-clip", "--experimental-attention-variant", "dsa"),
