@@ -226,17 +226,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "add --no-gradient-accumulation-fusion",
     ),
     Unsupported(
-        "checkpoints of grouped experts with biases under expert parallelism",
-        lambda s: (
-            s.get("moe_grouped_gemm")
-            and s.get("add_bias_linear")
-            and _has_several(s, "expert_model_parallel_size")
-            and _has_checkpoints(s)
-        ),
-        "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",
-        "add --disable-bias-linear",
-    ),
-    Unsupported(
         "--async-save",
         "async_save",
         "upstream's asynchronous writer has not been run with Megatron-FSDP here, and does not "

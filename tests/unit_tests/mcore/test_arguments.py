@@ -199,7 +199,6 @@ def test_refusal_ends_every_rank():
 
 
 # Settings that are refused together, and changes of one of them that are not.
-BIASES = {"moe_grouped_gemm": True, "add_bias_linear": True, "expert_model_parallel_size": 2}
 REPEATED = {
     "gradient_accumulation_fusion": True,
     "mtp_num_layers": 2,
@@ -212,9 +211,6 @@ LOCAL = {"cuda_graph_impl": "local"}
 @pytest.mark.parametrize(
     ("settings", "is_refused"),
     [
-        (BIASES, False),
-        *(({**BIASES, key: "folder"}, True) for key in ("save", "load", "pretrained_checkpoint")),
-        ({**BIASES, "save": "folder", "expert_model_parallel_size": 1}, False),
         (REPEATED, True),
         ({**REPEATED, "gradient_accumulation_fusion": False}, False),
         ({**REPEATED, "mtp_num_layers": 1}, False),
@@ -232,10 +228,9 @@ LOCAL = {"cuda_graph_impl": "local"}
     ids=str,
 )
 def test_settings_are_refused_only_together(settings, is_refused):
-    """Biases of grouped experts, repeated layers and whole graphs are refused in combination.
+    """Repeated layers and whole graphs are refused in combination.
 
-    Upstream saves the biases of all ranks under one name; each use of the layer overwrites the
-    bucket of the microbatch; a replay counts no reductions.
+    Each use of the layer overwrites the bucket of the microbatch; a replay counts no reductions.
     """
     settings = {"optimizer": "muon", **settings}
     with pytest.raises(SettingsError) if is_refused else contextlib.nullcontext():
