@@ -19,7 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
+from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+    get_ep_layer_offset,
+    handle_experts_in_state_dict,
+)
 from megatron.core.utils import get_model_config, log_single_rank
 
 from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_v2
@@ -29,6 +32,7 @@ from megatron_muon.runtime.tensors import local_tensor
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"((?:module\.)*)(.*?\blayers\.)(\d+)(?=\.|$)")
+_GROUPED_BIAS = re.compile(r"(?<=\.experts\.linear_fc[12]\.bias)\d+")
 # Settings of a parameter group that training changes; the others come from flags.
 _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
@@ -36,9 +40,12 @@ _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 def layer_names(chunk: Any) -> Callable[[str], str]:
     """Return a function from local names of parameters and modules to global ones.
 
+    Of experts only biases of grouped layers are renamed: upstream renames all the others.
+
     Args:
-        chunk: A model chunk. Without pipeline stages all names stay.
+        chunk: A model chunk. Without pipeline stages and experts all names stay.
     """
+    first_expert = get_ep_layer_offset(getattr(chunk.config, "num_moe_experts", None))
     numbers: dict[str, int] = {}
     has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
     for name, module in chunk.named_modules() if has_stages else ():
@@ -51,7 +58,12 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
         """Return the name of a layer, with its number in the whole model."""
         return f"{layer[1]}{layer[2]}{numbers.get(layer[2] + layer[3], layer[3])}"
 
-    return lambda name: _LAYER.sub(number_in_model, name, count=1)
+    def rename(name: str) -> str:
+        """Return the global name of a parameter or module."""
+        name = _LAYER.sub(number_in_model, name, count=1)
+        return _GROUPED_BIAS.sub(lambda number: str(int(number[0]) + first_expert), name)
+
+    return rename
 
 
 def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[str, Any]:

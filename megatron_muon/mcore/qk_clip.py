@@ -138,6 +138,9 @@ def _clip(name: str, attention: Any, params: dict[str, Any]) -> None:
         column = torch.ones(tensor_shard_shape(weight)[0], 1, device=device)
         # It hides the layer of the module, which the clone shares with the original.
         clone.__dict__[child] = SimpleNamespace(weight=column)
+    # Upstream divides the sizes of all tensor-parallel ranks by the query groups of one.
+    clone.query_projection_size //= clone.world_size
+    clone.kv_projection_size //= clone.world_size
     clone.clip_qk()
     for child in (child for child in _CLIPPED if child in clone.__dict__):
         weight = params[f"{name}.{child}.weight"]

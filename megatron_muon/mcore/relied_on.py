@@ -59,6 +59,10 @@ _RELIED_ON: Mapping[str, tuple[str, ...]] = {
         "q_proj_weight.data.copy_(self._clip_q_proj_weight(q_proj_weight.data))",
         "kv_proj_weight.data.copy_(self._clip_kv_proj_weight(kv_proj_weight.data))",
     ),
+    # It finds no bias: checkpoint_state.py numbers the biases of grouped experts.
+    "megatron.core.transformer.fsdp_dtensor_checkpoint:get_expert_index_from_key": (
+        "if 'mlp.experts.linear_fc1.weight' in key or 'mlp.experts.linear_fc2.weight' in key:",
+    ),
     # Plans assume equal ranges of a buffer as shards, in the order of ranks
     # (rows/megatron_fsdp.py).
     f"{_FSDP}.param_and_grad_buffer:_get_dp_buffer_shard_bucket_index": (

@@ -78,14 +78,17 @@ def _has_whole_graph(settings: Settings) -> bool:
 # Megatron-FSDP with any optimizer: Adam's weights are clipped too.
 FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        "--qk-clip with tensor parallelism, but for multi-latent attention",
+        "--qk-clip with fewer query groups than tensor-parallel ranks",
         lambda s: (
             s.get("qk_clip")
-            and _has_several(s, "tensor_model_parallel_size")
             and not s.get("multi_latent_attention")
+            # A flag of command lines alone; without it their number of groups means nothing.
+            and s.get("group_query_attention", True)
+            and s.get("num_query_groups")
+            and s["num_query_groups"] < (s.get("tensor_model_parallel_size") or 1)
         ),
-        "upstream's clip divides the sizes of all ranks by the query groups of one, and fails",
-        "use data parallelism alone, or --multi-latent-attention",
+        "upstream's clip expects the logits of all heads of a group, and ranks share a group",
+        "use no more tensor-parallel ranks than query groups",
     ),
     Unsupported(
         "--qk-clip --attention-output-gate",
@@ -221,17 +224,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Transformer Engine then keeps the gradient of one use of the layer, and drops the others",
         "add --no-gradient-accumulation-fusion",
-    ),
-    Unsupported(
-        "checkpoints of grouped experts with biases under expert parallelism",
-        lambda s: (
-            s.get("moe_grouped_gemm")
-            and s.get("add_bias_linear")
-            and _has_several(s, "expert_model_parallel_size")
-            and _has_checkpoints(s)
-        ),
-        "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",
-        "add --disable-bias-linear",
     ),
     Unsupported(
         "--async-save",

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import grouped_experts
 from helpers.checkpoint_runs import (
     LAST,
     SAVED_AT,
@@ -138,6 +139,27 @@ def test_adam_with_stages_resumes(tmp_path):
     run = (2, tmp_path / "saved", ZERO[3], *PP, "--optimizer", "adam")
     first = saved_run(*run)
     resumed = resumed_run(*run[:2], tmp_path / "resumed", *run[2:]).check()
+    assert resumed.losses == first.losses[SAVED_AT:]
+
+
+@pytest.mark.slow
+def test_grouped_experts_with_biases_resume(tmp_path):
+    """Biases of grouped experts have the name of their expert, where upstream has one for two.
+
+    Under expert parallelism a save would keep the biases of one rank, with Adam too.
+    """
+    folder, flags = tmp_path / "saved", (*EP, *grouped_experts.FLAGS)
+    stand_in: Any = {"before": grouped_experts.replace_experts}
+    first = saved_run(2, folder, ZERO[3], *flags, **stand_in)
+    assert_resumes(first, folder, tmp_path / "resumed", 2, ZERO[3], *flags, **stand_in)
+    flags = (*MOE, *grouped_experts.FLAGS)
+    resumed_run(1, folder, tmp_path / "other", ZERO[1], *flags, **stand_in).check()
+    found = gathered(tmp_path / "other", 1)
+    assert sum(".experts.linear_fc1.bias" in name for name in found) > 4
+    assert_same(found, gathered(folder, 2))
+    adam = (2, tmp_path / "adam", ZERO[3], *EP, *grouped_experts.FLAGS, "--optimizer", "adam")
+    first = saved_run(*adam, **stand_in)
+    resumed = resumed_run(*adam[:2], tmp_path / "adam_resumed", *adam[2:], **stand_in).check()
     assert resumed.losses == first.losses[SAVED_AT:]
 
 

@@ -22,6 +22,7 @@ from megatron_muon.mcore.checkpoint_folders import TRACKER, find_checkpoint
 from megatron_muon.mcore.checkpoint_reading import read_checkpoint
 from megatron_muon.tools.checkpoint.reading import find_problems, read_object
 
+type Change = Callable[[], None] | None
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
 
@@ -53,15 +54,24 @@ def save_matrix(folder: Path, value: float = 1.0, **more: Any) -> Path:
     return folder
 
 
-def saved_run(world_size: int, folder: Path, sharding: str, *flags: str) -> Run:
-    """Train to the end, saving every ``SAVED_AT`` iterations."""
+def saved_run(
+    world_size: int, folder: Path, sharding: str, *flags: str, before: Change = None
+) -> Run:
+    """Train to the end, saving every ``SAVED_AT`` iterations; see ``watch()`` for ``before``."""
     folder.mkdir()
     arguments = fsdp_toy_gpt(sharding, *SCHEDULE, "--save", str(folder), *flags)
-    return launch(world_size, arguments, before=functools.partial(watch, str(folder))).check()
+    watching = functools.partial(watch, str(folder), before)
+    return launch(world_size, arguments, before=watching).check()
 
 
 def resumed_run(
-    world_size: int, folder: Path, output: Path, sharding: str, *flags: str, **options: Any
+    world_size: int,
+    folder: Path,
+    output: Path,
+    sharding: str,
+    *flags: str,
+    before: Change = None,
+    **options: Any,
 ) -> Run:
     """Load what was saved at iteration ``SAVED_AT`` and train on; states go to ``output``."""
     output.mkdir(exist_ok=True)
@@ -69,7 +79,7 @@ def resumed_run(
     return launch(
         world_size,
         fsdp_toy_gpt(sharding, *arguments, *flags),
-        before=functools.partial(watch, str(output)),
+        before=functools.partial(watch, str(output), before),
         **options,
     )
 
@@ -90,12 +100,14 @@ def digest(optimizer: Any) -> str:
     return found.hexdigest()
 
 
-def watch(folder: str) -> None:
+def watch(folder: str, before: Change = None) -> None:
     """Write on each rank a digest of parameters and state after each step, and its tensors once.
 
-    Tensors are written before the first step that follows iteration ``SAVED_AT``,
-    ``local_<rank>.pt``; digests to ``digests_<rank>``.
+    First ``before`` changes the run. Tensors are written before the first step that follows
+    iteration ``SAVED_AT``, ``local_<rank>.pt``; digests to ``digests_<rank>``.
     """
+    if before is not None:
+        before()
     from megatron.training import get_args
 
     from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
@@ -147,13 +159,19 @@ def digests(folder: Path, rank: int) -> list[str]:
 
 
 def assert_resumes(
-    first: Run, saved: Path, resumed: Path, world_size: int, sharding: str, *flags: str
+    first: Run,
+    saved: Path,
+    resumed: Path,
+    world_size: int,
+    sharding: str,
+    *flags: str,
+    before: Change = None,
 ) -> None:
     """Resume a saved run, and compare it with the one that never stopped, bit for bit.
 
     Losses, parameters and state of each iteration that follows are compared, on every rank.
     """
-    run = resumed_run(world_size, saved, resumed, sharding, *flags).check()
+    run = resumed_run(world_size, saved, resumed, sharding, *flags, before=before).check()
     assert run.losses == first.losses[SAVED_AT:]
     assert len(run.losses) == LAST - SAVED_AT
     # The printed loss of the second iteration is another; without this line it looks like a fault.

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks
 ZERO_3 = ZERO[3]
 
 ADAM = ("--optimizer", "adam")
+UNGROUPED = ("without:--group-query-attention", "--num-query-groups", "1")
 # Flags that are added to those of the toy GPT under ZeRO-3, and a part of their refusal.
 REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
@@ -46,8 +47,14 @@ REFUSALS = [
     (("--use-torch-fsdp2",), "--use-torch-fsdp2 "),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
     (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),
-    (("--qk-clip", *TP), "upstream's clip divides the sizes of all ranks by the"),
-    (("--qk-clip", *TP, *ADAM), "--optimizer adam --use-megatron-fsdp cannot run"),
+    (("--qk-clip", *TP), "accepted"),
+    (("--qk-clip", *TP, "--num-query-groups", "1"), "expects the logits of all heads of a group"),
+    (
+        ("--qk-clip", *TP, *ADAM, "--num-query-groups", "1"),
+        "--optimizer adam --use-megatron-fsdp cannot run",
+    ),
+    # Every head has keys of its own.
+    (("--qk-clip", *TP, *UNGROUPED), "accepted"),
     (("--qk-clip", "--attention-output-gate"), "leaves the gate out of linear_qkv"),
     (
         ("--qk-clip", "--experimental-attention-variant", "dsa"),
@@ -192,7 +199,6 @@ def test_refusal_ends_every_rank():
 
 
 # Settings that are refused together, and changes of one of them that are not.
-BIASES = {"moe_grouped_gemm": True, "add_bias_linear": True, "expert_model_parallel_size": 2}
 REPEATED = {
     "gradient_accumulation_fusion": True,
     "mtp_num_layers": 2,
@@ -205,9 +211,6 @@ LOCAL = {"cuda_graph_impl": "local"}
 @pytest.mark.parametrize(
     ("settings", "is_refused"),
     [
-        (BIASES, False),
-        *(({**BIASES, key: "folder"}, True) for key in ("save", "load", "pretrained_checkpoint")),
-        ({**BIASES, "save": "folder", "expert_model_parallel_size": 1}, False),
         (REPEATED, True),
         ({**REPEATED, "gradient_accumulation_fusion": False}, False),
         ({**REPEATED, "mtp_num_layers": 1}, False),
@@ -225,10 +228,9 @@ LOCAL = {"cuda_graph_impl": "local"}
     ids=str,
 )
 def test_settings_are_refused_only_together(settings, is_refused):
-    """Biases of grouped experts, repeated layers and whole graphs are refused in combination.
+    """Repeated layers and whole graphs are refused in combination.
 
-    Upstream saves the biases of all ranks under one name; each use of the layer overwrites the
-    bucket of the microbatch; a replay counts no reductions.
+    Each use of the layer overwrites the bucket of the microbatch; a replay counts no reductions.
     """
     settings = {"optimizer": "muon", **settings}
     with pytest.raises(SettingsError) if is_refused else contextlib.nullcontext():

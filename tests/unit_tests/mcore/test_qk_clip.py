@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """QK-clip on row shards, against upstream's clip of whole weights.
 
-test_parity.py has the runs with a clip.
+With query groups and tensor parallelism upstream's clip fails: the reference is its rule, written
+out. test_parity.py has the runs with a clip.
 """
 
 import functools
@@ -30,8 +31,11 @@ MULTI_LATENT = {
 }
 
 
-def _build_gpt(is_latent: bool, num_tensor_ranks: int, *, is_bf16: bool) -> Any:
-    """Build a two-layer GPT that clips at 0.5, the same in every call."""
+def _build_gpt(num_groups: int | None, num_tensor_ranks: int, *, is_bf16: bool) -> Any:
+    """Build a two-layer GPT that clips at 0.5, the same in every call.
+
+    Without a number of query groups attention is multi-latent.
+    """
     from megatron.core.transformer.module import Float16Module
 
     gpt = build_gpt(
@@ -42,7 +46,7 @@ def _build_gpt(is_latent: bool, num_tensor_ranks: int, *, is_bf16: bool) -> Any:
         qk_clip=True,
         qk_clip_threshold=0.5,
         qk_clip_alpha=0.3,
-        **(MULTI_LATENT if is_latent else {"num_query_groups": 2}),
+        **(MULTI_LATENT if num_groups is None else {"num_query_groups": num_groups}),
     )
     return Float16Module(gpt.config, gpt) if is_bf16 else gpt
 
@@ -51,7 +55,23 @@ def _attentions(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "clip_qk")]
 
 
-def _clip_both(is_latent: bool, num_tensor_ranks: int, sharding: str, is_bf16: bool) -> list[str]:
+@torch.no_grad()
+def _clip_by_rule(attention: Any) -> None:
+    """Clip the rows of a tensor-parallel rank: queries, keys and values of each group in turn."""
+    num_groups = attention.num_query_groups_per_partition
+    width = attention.hidden_size_per_attention_head
+    largest = attention.core_attention.current_max_attn_logits.view(num_groups, -1).amax(1)
+    factors = (0.5 / largest).clamp(max=1.0)
+    groups = attention.linear_qkv.weight.chunk(num_groups)
+    for rows, factor in zip(groups, factors, strict=True):
+        num_queries = len(rows) - 2 * width
+        rows[:num_queries] *= factor**0.3
+        rows[num_queries : num_queries + width] *= factor**0.7
+
+
+def _clip_both(
+    num_groups: int | None, num_tensor_ranks: int, sharding: str, is_bf16: bool
+) -> list[str]:
     """Clip row shards here, and whole weights by upstream's own method; compare the bits."""
     from megatron.core import parallel_state
 
@@ -64,9 +84,9 @@ def _clip_both(is_latent: bool, num_tensor_ranks: int, sharding: str, is_bf16: b
     from megatron.core.optimizer.qk_clip import clip_qk
 
     start_process_groups(tensor_model_parallel_size=num_tensor_ranks)
-    gpt = _build_gpt(is_latent, num_tensor_ranks, is_bf16=is_bf16)
+    gpt = _build_gpt(num_groups, num_tensor_ranks, is_bf16=is_bf16)
     # Main weights are fp32 copies of what bf16 rounded.
-    reference = _build_gpt(is_latent, num_tensor_ranks, is_bf16=is_bf16).float()
+    reference = _build_gpt(num_groups, num_tensor_ranks, is_bf16=is_bf16).float()
     model = wrap_gpt(gpt, sharding, grad_reduce_in_fp32=True)
     data_rank = parallel_state.get_data_parallel_rank()
     num_data_ranks = parallel_state.get_data_parallel_world_size()
@@ -83,7 +103,10 @@ def _clip_both(is_latent: bool, num_tensor_ranks: int, sharding: str, is_bf16: b
         largest = max(largest, by_rank.max().item())
         ours.core_attention.current_max_attn_logits = by_rank[data_rank]
         theirs.core_attention.current_max_attn_logits = by_rank.amax(dim=0)
-        theirs.clip_qk()
+        if num_groups and num_tensor_ranks > 1:
+            _clip_by_rule(theirs)
+        else:
+            theirs.clip_qk()
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         clip_row_shards(model.module)
     assert all_reduce.call_count == 1
@@ -131,16 +154,20 @@ def _step_adam_over_any_module() -> list[str]:
     return found
 
 
-# By number of ranks: multi-latent or grouped attention, tensor-parallel ranks, sharding, and bf16.
+# By number of ranks: query groups or multi-latent attention, tensor-parallel ranks, sharding, bf16.
 CASES: dict[int, dict[str, Callable[[], Any]]] = {
     2: {
-        "grouped_bf16": functools.partial(_clip_both, False, 1, "optim", True),
-        "latent_bf16": functools.partial(_clip_both, True, 1, "optim_grads_params", True),
-        "latent_zero0": functools.partial(_clip_both, True, 1, "no_shard", False),
+        "grouped_bf16": functools.partial(_clip_both, 2, 1, "optim", True),
+        "latent_bf16": functools.partial(_clip_both, None, 1, "optim_grads_params", True),
+        "one_group_per_rank": functools.partial(_clip_both, 2, 2, "optim_grads_params", False),
+        "latent_zero0": functools.partial(_clip_both, None, 1, "no_shard", False),
         "any module": _step_adam_over_any_module,
     },
-    3: {"grouped_fp32": functools.partial(_clip_both, False, 1, "optim_grads_params", False)},
-    4: {"latent_tp2": functools.partial(_clip_both, True, 2, "optim_grads", False)},
+    3: {"grouped_fp32": functools.partial(_clip_both, 2, 1, "optim_grads_params", False)},
+    4: {
+        "latent_tp2": functools.partial(_clip_both, None, 2, "optim_grads", False),
+        "two_groups_per_rank": functools.partial(_clip_both, 4, 2, "optim", True),
+    },
 }
 results = cached_cases(CASES)
 
@@ -152,7 +179,9 @@ results = cached_cases(CASES)
         (2, "grouped_bf16"),
         (2, "latent_bf16"),
         (2, "latent_zero0"),
+        (2, "one_group_per_rank"),
         pytest.param(4, "latent_tp2", marks=pytest.mark.slow),
+        pytest.param(4, "two_groups_per_rank", marks=pytest.mark.slow),
     ],
 )
 def test_rows_have_the_bits_of_upstreams_clip(world_size, name):
