@@ -123,6 +123,9 @@ def adapt_arguments(args: argparse.Namespace) -> None:
     With pipeline stages ``--no-align-grad-reduce`` is set: without it Megatron runs the last
     microbatch of all stages but the first under ``no_sync()``, and then starts the reduction by a
     call that Megatron-FSDP ignores. Gradients stay unreduced under no_shard, optim and HSDP.
+
+    Upstream turns ``--async-save`` off without a worker process, and asserts a package unless the
+    strategy is mcore. Saves of Megatron-FSDP need neither (async_save.py).
     """
     if not args.use_megatron_fsdp:
         return
@@ -147,6 +150,8 @@ def adapt_arguments(args: argparse.Namespace) -> None:
             )
     if args.pipeline_model_parallel_size > 1:
         args.align_grad_reduce = False
+    if args.async_save:
+        args.async_strategy, args.use_persistent_ckpt_worker = "mcore", True
 
 
 def add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -162,13 +167,16 @@ def validate(original: Any, args: argparse.Namespace, *defaults: Any, **more_def
     """
     adapt_arguments(args)
     check_arguments(args)
-    requested = args.optimizer
-    if requested in ("adam", "sgd") or not args.use_megatron_fsdp:
+    if not args.use_megatron_fsdp:
         return original(args, *defaults, **more_defaults)
-    text = "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam"
-    logger.info(text, requested)
-    args.optimizer = "adam"
+    requested = args.optimizer
+    if requested not in ("adam", "sgd"):
+        text = "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam"
+        logger.info(text, requested)
+        args.optimizer = "adam"
     try:
         return original(args, *defaults, **more_defaults)
     finally:
         args.optimizer = requested
+        # Upstream would start it.
+        args.use_persistent_ckpt_worker = False

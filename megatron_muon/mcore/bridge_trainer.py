@@ -16,7 +16,17 @@ from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.checkpoint_folders import find_checkpoint
 from megatron_muon.mcore.checkpoint_load import Comparison, find_together, load_compared
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkpoint
-from megatron_muon.mcore.unsupported import raise_where_refused
+from megatron_muon.mcore.unsupported import UNSUPPORTED, Unsupported, raise_where_refused
+
+_BRIDGE_UNSUPPORTED = tuple(
+    Unsupported(
+        f"checkpoint.{name}",
+        name,
+        "Bridge has a save of its own for it, which has not been run with Megatron-FSDP here",
+        "drop it",
+    )
+    for name in ("async_save", "non_persistent_ckpt_type")
+)
 
 
 def compare_before_loading(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +101,7 @@ def check_before_training(original: Any, *args: Any, **kwargs: Any) -> Any:
     call = _arguments(original, args, kwargs)
     optimizer, state = call["optimizer"], call["global_state"]
     if isinstance(optimizer, FSDPMuonChainedOptimizer):
-        raise_where_refused(_settings(state.cfg))
+        raise_where_refused(_settings(state.cfg), (*UNSUPPORTED, *_BRIDGE_UNSUPPORTED))
         if optimizer.metrics_log is not None:
             optimizer.metrics_log.bridge_state = state
     return original(*args, **kwargs)

@@ -79,6 +79,22 @@ def replace_in_one_step(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def save_after_earlier(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``save_checkpoint``: one asynchronous save is in flight at most.
+
+    There is CPU memory for one copy, and upstream's next save may delete what the earlier one is
+    writing.
+
+    Communication: if a save is in flight, ``async_save.complete()``.
+    """
+    from megatron.training.async_utils import maybe_finalize_async_save
+    from megatron.training.global_vars import get_args
+
+    if get_args().use_megatron_fsdp:
+        maybe_finalize_async_save(blocking=True)
+    return replace_in_one_step(original, *args, **kwargs)
+
+
 def write_tracker_in_one_step(original: Any, self: Any, name: str) -> Any:
     """Wrap the lookup of ``maybe_msc.open``: Megatron writes its tracker by it.
 

@@ -4,6 +4,7 @@
 
 from megatron_muon.mcore import (
     arguments,
+    async_save,
     bridge_trainer,
     checkpoint_load,
     checkpoint_repairs,
@@ -11,6 +12,7 @@ from megatron_muon.mcore import (
     checkpoint_state,
     factory,
     gradient_repairs,
+    non_persistent,
     options,
     pipeline_repairs,
     qk_clip,
@@ -217,13 +219,44 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.checkpointing:save_checkpoint",
-        "checkpoints: one that is saved again is replaced in one step",
-        checkpoint_save.replace_in_one_step,
+        "checkpoints: one that is saved again is replaced in one step, after an earlier save",
+        checkpoint_save.save_after_earlier,
         source_lines=(
             "fs_storage_writer = torch.distributed.checkpoint.FileSystemWriter(checkpoint_name)",
+            "fs_storage_writer, save_state_dict_ret, args.async_strategy",
+            "async_save_request.add_finalize_fn(iter_finalize_fn)",
         ),
     ),
     checkpoint_save.WRITER,
+    *(
+        Patch(
+            f"megatron.training.{module}:get_async_strategy",
+            "checkpoints: --async-save writes in a thread",
+            async_save.write_by_thread,
+        )
+        for module in ("checkpointing", "async_utils")
+    ),
+    *(
+        Patch(
+            f"megatron.training.checkpointing:{name}",
+            "checkpoints: from --load or the non-persistent one, whichever is newer",
+            non_persistent.load_newer,
+            source_lines=("load_dir = getattr(args, load_arg)",),
+        )
+        for name in ("load_checkpoint", "load_args_from_checkpoint")
+    ),
+    Patch(
+        "megatron.training.checkpointing:cleanup_old_non_persistent_checkpoint",
+        "checkpoints: the last finished non-persistent one stays until the next is finished",
+        non_persistent.keep_tracked,
+        source_lines=("rm_iter_ckpts = sorted_iter_ckpts[:-leave_ckpt_num]",),
+    ),
+    Patch(
+        "megatron.training.checkpointing:_async_delete_checkpoint_impl",
+        "checkpoints: a non-persistent save deletes none that is tracked",
+        non_persistent.delete_untracked,
+        source_lines=("save_path, iteration=iteration_to_delete, return_base_dir=True",),
+    ),
     Patch(
         "megatron.core.msc_utils:MaybeMultiStorageClient.__getattr__",
         "checkpoints: the tracker is replaced in one step",

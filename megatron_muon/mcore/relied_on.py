@@ -63,6 +63,15 @@ _RELIED_ON: Mapping[str, tuple[str, ...]] = {
     "megatron.core.transformer.fsdp_dtensor_checkpoint:get_expert_index_from_key": (
         "if 'mlp.experts.linear_fc1.weight' in key or 'mlp.experts.linear_fc2.weight' in key:",
     ),
+    # A thread takes the place of the process (async_save.py).
+    (
+        "megatron.core.dist_checkpointing.strategies.async_utils:"
+        "TemporalAsyncCaller.is_current_async_call_done"
+    ): ("is_alive = int(self.process.is_alive()) if self.process is not None else 0",),
+    "megatron.training.async_utils:get_save_and_finalize_callbacks": (
+        "save_fn, preload_fn, save_args = writer.get_save_function_and_args()",
+        "save_state_dict_async_finalize(*save_state_dict_ret)",
+    ),
     # Plans assume equal ranges of a buffer as shards, in the order of ranks
     # (rows/megatron_fsdp.py).
     f"{_FSDP}.param_and_grad_buffer:_get_dp_buffer_shard_bucket_index": (

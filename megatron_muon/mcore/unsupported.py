@@ -7,6 +7,7 @@ Settings that Megatron's own assertions refuse have no row.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_muon.user_errors import SettingsError
@@ -75,6 +76,12 @@ def _has_whole_graph(settings: Settings) -> bool:
     return re.search(r"full_iteration\b", str(values)) is not None
 
 
+def _holds_others(settings: Settings) -> object:
+    """Return whether the folder of non-persistent checkpoints holds that of others."""
+    folder, others = settings.get("non_persistent_global_ckpt_dir"), settings.get("save")
+    return folder and others and Path(others).resolve().is_relative_to(Path(folder).resolve())
+
+
 # Megatron-FSDP with any optimizer: Adam's weights are clipped too.
 FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
@@ -125,6 +132,24 @@ FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
         "defer_embedding_wgrad_compute",
         "Megatron-FSDP reduces the gradient of the output layer before it has been computed",
         "drop it",
+    ),
+    Unsupported(
+        "--async-ckpt-use-cpu-shm",
+        "async_ckpt_use_cpu_shm",
+        "a thread of the trainer writes, and shares its memory",
+        "drop it",
+    ),
+    Unsupported(
+        "--non-persistent-ckpt-type local",
+        lambda s: s.get("non_persistent_ckpt_type") not in (None, "global"),
+        "upstream's local checkpoints hold its ShardedTensors, and Megatron-FSDP has DTensors",
+        "use --non-persistent-ckpt-type global",
+    ),
+    Unsupported(
+        "--non-persistent-global-ckpt-dir that holds the folder of --save",
+        _holds_others,
+        "all checkpoints below it but the last are deleted",
+        "choose a folder for non-persistent checkpoints alone",
     ),
 )
 
@@ -224,19 +249,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Transformer Engine then keeps the gradient of one use of the layer, and drops the others",
         "add --no-gradient-accumulation-fusion",
-    ),
-    Unsupported(
-        "--async-save",
-        "async_save",
-        "upstream's asynchronous writer has not been run with Megatron-FSDP here, and does not "
-        "replace a checkpoint in one step",
-        "drop it",
-    ),
-    Unsupported(
-        "--non-persistent-ckpt-type",
-        "non_persistent_ckpt_type",
-        "upstream writes these checkpoints for Megatron-FSDP, and cannot load them",
-        "use --save-interval with --save-retain-interval",
     ),
     Unsupported(
         "--ckpt-convert-format",

@@ -19,7 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.checkpoint_runs import SAVED_AT, SCHEDULE, die, kill_in_save, loadable, wrap
+from helpers.checkpoint_runs import (
+    SAVED_AT,
+    SCHEDULE,
+    after_enable,
+    die,
+    kill_in_save,
+    loadable,
+    wrap,
+)
 from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.repairs import without
@@ -33,42 +41,45 @@ from megatron_muon.mcore.checkpoint_reading import read_checkpoint
 pytestmark = pytest.mark.ranks
 
 FLAGS = [*BF16, *SCHEDULE]
-SOAP = ("--optimizer", "soap")
+SOAP, ASYNC = ("--optimizer", "soap"), ("--async-save",)
 
 
 # How often the first test below kills a save; ten leave hardly a moment out.
 NUM_KILLS = int(os.environ.get("MEGATRON_MUON_TEST_KILLS", "4"))
 
 
-@pytest.mark.parametrize("optimizer", [(), SOAP], ids=["muon", "soap"])
+@pytest.mark.parametrize("more", [(), SOAP, ASYNC], ids=["muon", "soap", "async"])
 @pytest.mark.slow
-def test_save_killed_at_random_moments_leaves_a_checkpoint(optimizer, tmp_path):
+def test_save_killed_at_random_moments_leaves_a_checkpoint(more, tmp_path):
     """After a SIGKILL of either rank in a save, the tracker points to a checkpoint that loads."""
     rng = random.Random(4)
-    seen, common = [], [*FLAGS, *optimizer, "--save-interval", "1"]
+    # An asynchronous save is complete after its call, at the latest when the next one begins.
+    killed, longest = (3, 2.0) if more == ASYNC else (2, 1.1)
+    seen, common = {}, [*FLAGS, *more, "--save-interval", "1"]
+    all_codes: list[int] = []
     for attempt in range(NUM_KILLS):
-        folder, victim, fraction = tmp_path / str(attempt), attempt % 2, rng.uniform(0, 1.1)
-        flags = [*common, "--exit-interval", "2", "--save", str(folder)]
+        folder, victim, fraction = tmp_path / str(attempt), attempt % 2, rng.uniform(0, longest)
+        flags = [*common, "--exit-interval", str(killed), "--save", str(folder)]
         run = launch(
             2,
             fsdp_toy_gpt(ZERO[3], *flags),
-            before=functools.partial(kill_in_save, victim, fraction),
+            before=functools.partial(kill_in_save, victim, fraction, killed),
         )
         assert run.exit_codes[victim] in (-signal.SIGKILL, 0), run.exit_codes
         assert run.exit_codes[1 - victim] in (1, 0), run.exit_codes
-        seen.append((run.exit_codes, loadable(folder)))
-    assert {iteration for _, iteration in seen} >= {1}, seen
-    assert any(-signal.SIGKILL in codes for codes, _ in seen), seen
-    folder = next(tmp_path / str(i) for i, (_, iteration) in enumerate(seen) if iteration == 1)
-    flags = [*common, "--exit-interval", "3"]
-    resumed = launch(
-        2, fsdp_toy_gpt(ZERO[3], *flags, "--load", str(folder), "--save", str(folder))
-    ).check()
-    assert [record["iteration"] for record in resumed.history] == [2, 3]
-    assert loadable(folder) == 3
+        all_codes += run.exit_codes
+        seen[loadable(folder)] = folder
+    iteration, folder = min(seen.items())
+    assert iteration < killed, seen
+    assert -signal.SIGKILL in all_codes
+    flags = [*common, "--exit-interval", str(killed + 1), "--load", str(folder)]
+    resumed = launch(2, fsdp_toy_gpt(ZERO[3], *flags, "--save", str(folder))).check()
+    expected = [*range(iteration + 1, killed + 2)]
+    assert [record["iteration"] for record in resumed.history] == expected
+    assert loadable(folder) == killed + 1
     # What the killed save left is gone: the folder was saved again.
-    again = read_checkpoint(folder / "iter_0000002")
-    found = {path.name for path in (folder / "iter_0000002").glob("*.distcp")}
+    again = read_checkpoint(folder / f"iter_{killed:07d}")
+    found = {path.name for path in again.folder.glob("*.distcp")}
     assert found == {item.relative_path for item in again.metadata.storage_data.values()}
 
 
@@ -97,22 +108,16 @@ def _kill_in_tracker() -> None:
     wrap(MaybeMultiStorageClient, "__getattr__", lookup)
 
 
-def _after_enable(break_it) -> None:
-    """Break something after the patches are applied."""
-    from megatron_muon import launcher
-
-    wrap(launcher, "_report", lambda original, device: break_it())
-
-
+@pytest.mark.parametrize("more", [(), ASYNC], ids=["sync", "async"])
 @pytest.mark.slow
-def test_iteration_that_is_saved_again_survives_a_kill(tmp_path):
+def test_iteration_that_is_saved_again_survives_a_kill(more, tmp_path):
     """The only checkpoint survives a kill while it is saved again, as upstream's does not."""
-    short = [*FLAGS, "--train-iters", "4", "--lr-decay-iters", "20"]
+    short = [*FLAGS, *more, "--train-iters", "4", "--lr-decay-iters", "20"]
     flags = fsdp_toy_gpt(ZERO[3], *short, "--save", str(tmp_path), "--load", str(tmp_path))
     launch(2, flags).check()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("iter_0000004/*.distcp")}
     for break_it in (_kill_before_metadata, _kill_in_tracker):
-        killed = launch(2, flags, before=functools.partial(_after_enable, break_it))
+        killed = launch(2, flags, before=functools.partial(after_enable, break_it))
         assert killed.exit_codes == [-signal.SIGKILL, 1]
         assert loadable(tmp_path) == 4
         if break_it is _kill_before_metadata:
@@ -164,10 +169,11 @@ def _run_out_of_memory() -> None:
 SAVE_CHECKPOINT = ("megatron.training.training", "save_checkpoint")
 
 
+@pytest.mark.parametrize("more", [(), ASYNC], ids=["sync", "async"])
 @pytest.mark.slow
-def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
+def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(more, tmp_path):
     """Every rank says which rank could not write and why; the previous checkpoint stays."""
-    flags = [*FLAGS, "--save-interval", "1", "--save", str(tmp_path)]
+    flags = [*FLAGS, *more, "--save-interval", "1", "--save", str(tmp_path)]
     for attempt in range(2):
         load = ("--ckpt-step", "1", "--load", str(tmp_path)) if attempt else ()
         arguments = fsdp_toy_gpt(ZERO[3], *flags, *load)

@@ -3,20 +3,28 @@
 """Runs that go on from a checkpoint with other ranks: one optimizer, two, and adaptive Muon."""
 
 import copy
+import functools
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.device import device, init_group
 from helpers.fsdp2_models import draw_grads, drawn, load_state, local, mixed_model, save_state
-from helpers.ranks import run_ranks
-from torch.distributed.checkpoint.state_dict import StateDictOptions
+from helpers.ranks import on_ranks, run_ranks
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, parameter_groups
 
 pytestmark = pytest.mark.ranks
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 class RowRMS:
@@ -76,8 +84,9 @@ def _build(kind: str, shape: list[int]) -> tuple[Any, list[Any]]:
         return _adaptive(kind, shape)
     model = mixed_model().bfloat16() if kind == "bfloat16" else mixed_model()
     model = _sharded(model, shape, kind)
-    if kind in ("one", "bfloat16", "CPU memory"):
-        return model, [MuonAdamW.from_model(model, lr=0.1)]
+    if kind in ("one", "bfloat16", "CPU memory", "soap"):
+        more = {"optimizer_class": "soap"} if kind == "soap" else {}
+        return model, [MuonAdamW.from_model(model, lr=0.1, **more)]
     by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
     for group in parameter_groups(model):
         by_algorithm[group.pop("algorithm")].append(group)
@@ -162,3 +171,50 @@ def test_state_loads_on_other_ranks(tmp_path):
     run_ranks(2, _save, str(tmp_path)).check()
     run_ranks(3, _load, str(tmp_path), [3]).check()
     run_ranks(4, _load, str(tmp_path), [2, 2]).check()
+
+
+class _LateWriter(dcp.FileSystemWriter):
+    """Write when training has gone on."""
+
+    may_write = threading.Event()
+
+    def write_data(self, *args: Any) -> Any:
+        """Wait for the steps that follow."""
+        self.may_write.wait()
+        return super().write_data(*args)
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {key: tensors.get(key, torch.empty(0)) for key in metadata}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["one", *(slow(kind) for kind in ("CPU memory", "bfloat16", "normuon", "soap"))],
+)
+@on_ranks(2)
+def test_asynchronous_save_of_torch_has_the_bits_of_a_save(kind, tmp_path):
+    """Steps that run while ``dcp.async_save`` writes change nothing in what it writes."""
+    model, optimizers = _build(kind, [2])
+    for step in range(2):
+        _step(model, optimizers, step)
+    save_state(f"{tmp_path}/whole", model, optimizers)
+    state = dict(zip("mo", get_state_dict(model, optimizers), strict=True))
+    group = dist.new_group(backend="gloo")
+    saved = dcp.async_save(
+        state, storage_writer=_LateWriter(tmp_path / "late"), process_group=group
+    )
+    for step in range(2, 4):
+        _step(model, optimizers, step)
+    _LateWriter.may_write.set()
+    saved.result()
+    expected, found = _stored(tmp_path / "whole"), _stored(tmp_path / "late")
+    assert found.keys() == expected.keys()
+    assert [key for key in found if not torch.equal(found[key], expected[key])] == []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
@@ -254,19 +255,42 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
+def after_enable(break_it: Callable[[], None]) -> None:
+    """Break something after the patches are applied."""
+    from megatron_muon import launcher
+
+    def report(original: Callable[[Any], None], device: Any) -> None:
+        original(device)
+        break_it()
+
+    wrap(launcher, "_report", report)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint; an object is a tensor of no elements."""
+    metadata = read_checkpoint(folder).metadata.state_dict_metadata
+    tensors = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {key: tensors.get(key, torch.empty(0)) for key in metadata}
+
+
 def die() -> None:
     """End this process as the kernel would."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in_save(rank: int, fraction: float) -> None:
-    """Kill a rank in the second save, after a fraction of the time that the first one took."""
+def kill_in_save(rank: int, fraction: float, number: int = 2) -> None:
+    """Kill a rank in the save of a number, after a fraction of the time that the first one took."""
     from megatron.training import training
 
     durations: list[float] = []
 
     def save(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if durations and int(os.environ["RANK"]) == rank:
+        if len(durations) == number - 1 and int(os.environ["RANK"]) == rank:
             threading.Timer(durations[0] * fraction, die).start()
         start = time.monotonic()
         original(*args, **kwargs)

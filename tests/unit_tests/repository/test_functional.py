@@ -125,3 +125,14 @@ def test_unsharded_rule_fails_for_nan_and_for_missing_steps():
     short = {step: loss for step, loss in losses.items() if step < 20}
     for wrong in (losses | {7: float("nan")}, losses | {7: 9.9}, short):
         assert not compare_with_unsharded(wrong, losses, 20, 5e-7).passed
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_killed_and_stopped_saves_resume_to_the_bit():
+    """A kill or a stop of a rank in any kind of save loses nothing that was finished."""
+    script = str(ROOT / "tests" / "functional" / "kill_saves.py")
+    done = run_command(sys.executable, script, "--kills", "4", "--stop-seconds", "1")
+    rows = [line for line in done.stdout.splitlines() if "killed" in line or "stopped" in line]
+    assert (done.returncode, len(rows)) == (0, 8), done.stdout + done.stderr[-4000:]
+    assert all(row.endswith("| equal |") for row in rows)
