@@ -92,6 +92,21 @@ def _calls_of_many_blocks(num_layers: int = 24) -> dict[str, tuple[int, dict[str
     }
 
 
+def _refused_with_namo() -> list[str]:
+    """Return the errors of settings that owners of whole matrices do not have."""
+    errors = []
+    for options, exchange in (
+        ({"momentum_dtype": torch.bfloat16}, {}),
+        ({"offload_momentum": True}, {}),
+        ({}, {"comm_dtype": "bf16"}),
+        ({}, {"newton_schulz": "gram"}),
+    ):
+        with pytest.raises(ValueError, match="with namo") as error:
+            _build("namo", settings=options, exchange=exchange)
+        errors.append(str(error.value).partition(" with namo")[0])
+    return errors
+
+
 def _offloaded_between_steps() -> list[str]:
     """Step with the second moments of the state replaced by copies, and list what differs."""
     found: dict[bool, list[Any]] = {False: [], True: []}
@@ -119,7 +134,11 @@ def _offloaded_between_steps() -> list[str]:
 
 results = cached_cases(
     {
-        2: {"calls": _calls_of_many_blocks, "offload": _offloaded_between_steps},
+        2: {
+            "calls": _calls_of_many_blocks,
+            "offload": _offloaded_between_steps,
+            "refused": _refused_with_namo,
+        },
         3: {"order": _shards_that_start_within_a_query_group},
         4: {
             "joined": functools.partial(_moments, "normuon", "duplicated"),
@@ -170,3 +189,14 @@ def test_state_of_a_block_has_one_owner_and_one_name():
     assert {key: shape for key, shape in namo if "layer.5" in key} == {
         f"layer.5.weight.block {block}.moment2_buffer": [1] for block in range(3)
     }
+
+
+def test_settings_of_shards_are_refused_with_namo():
+    """Settings that owners of whole matrices would ignore are refused by flag."""
+    for errors in results(2)["refused"]:
+        assert errors == [
+            "--exp-avg-dtype: expected torch.float32",
+            "--muon-fsdp-offload-momentum: expected False",
+            "--muon-fsdp-comm-dtype: expected auto or fp32",
+            "--muon-fsdp-newton-schulz: expected standard",
+        ]
