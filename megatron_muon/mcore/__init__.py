@@ -21,11 +21,11 @@ Files, each importing only those above it::
     splits              tags the rows that are orthogonalized separately; routes parameters
     pipeline_repairs    upstream defects of pipeline stages
     checkpoint_state    optimizer state and layers by name, as checkpoints hold them
+    checkpoint_repairs  upstream defects of checkpoints
     checkpoint_load     finds a checkpoint, and compares it with the run
     checkpoint_save     an interrupted save leaves the checkpoint before it
     async_save          a thread writes a checkpoint while training goes on
     non_persistent      which of two checkpoints is loaded, and which are deleted
-    checkpoint_repairs  upstream defects of checkpoints
     metrics_log         writes metrics of steps to TensorBoard and W&B
     chained_optimizer   FSDPMuonChainedOptimizer, and its check of gradients
     bridge_trainer      functions of Megatron-Bridge that are wrapped

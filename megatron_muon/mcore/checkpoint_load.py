@@ -16,7 +16,7 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +34,9 @@ from megatron_muon.mcore.checkpoint_folders import (
     finished_iterations,
 )
 from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkpoint
-from megatron_muon.mcore.checkpoint_state import (
-    describe_differences,
-    rename_layers,
-)
-from megatron_muon.mcore.fsdp_model import current_device, is_v2
+from megatron_muon.mcore.checkpoint_repairs import JoinedChunks
+from megatron_muon.mcore.checkpoint_state import describe_differences, rename_layers
+from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_copy, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
@@ -54,6 +52,9 @@ _MEAN_OF_TWO = (
 )
 # Entry of a state dict on load, like upstream's ``_model``, with a Comparison; absent on save.
 _COMPARISON = "_megatron_muon_comparison"
+# Entry with the chunks of a rank, by the entries that hold their weights; absent if it has one.
+_CHUNKS = "_megatron_muon_chunks"
+_OUTPUT_LAYER = ".output_layer.weight"
 _GENERATOR = re.compile(r"rng_state\.(\([^)]*\))")
 
 
@@ -65,11 +66,14 @@ class Comparison(NamedTuple):
         strict_parts: Parts of the state dict (``model``, ``optimizer``) whose differences are
             errors; elsewhere they are warnings.
         advice: End of the error.
+        is_tied: Whether the saved model's output layer is its embedding. Versions before 0.1.0
+            saved the last stage's copy under a name of its own.
     """
 
     checkpoint: StoredCheckpoint
     strict_parts: tuple[str, ...]
     advice: str
+    is_tied: bool = False
 
 
 def find_before_loading(
@@ -101,12 +105,20 @@ def find_before_loading(
         return load()
     if sharded_state_dict is None or is_translated:
         return _load(load, checkpoint)
+    # The saved flags are read for checkpoints of tied models with a copy alone.
+    is_tied = not args.untie_embeddings_and_output_weights and any(
+        _OUTPUT_LAYER in key for key in checkpoint.tensors
+    )
+    if is_tied:
+        saved = original(load_dir, args, rank0=True)[0]["args"]
+        is_tied = not saved.untie_embeddings_and_output_weights
     comparison = Comparison(
         checkpoint,
         ("model", "optimizer") if args.strict_fsdp_dtensor_load else (),
-        f"Load {checkpoint.folder} with the model, the pipeline stages and the optimizer that "
-        "saved it. If only the optimizer differs, or its state is missing, --no-load-optim or "
-        f"--finetune loads the weights and starts momentum at zero. {_NOTHING_LOADED}",
+        f"Load {checkpoint.folder} with the model and the optimizer that saved it. If only the "
+        "optimizer differs, or its state is missing, --no-load-optim or --finetune loads the "
+        f"weights and starts momentum at zero. {_NOTHING_LOADED}",
+        is_tied,
     )
     result = load_compared(load, sharded_state_dict, comparison)
     if args.log_interval == 1:
@@ -173,6 +185,8 @@ def load_compared(
         lacking = [key for key in settings if key != "step" and prefix + key not in stored]
         set_aside.append((settings, {key: settings.pop(key) for key in lacking}))
     result = _load(load, checkpoint)
+    # Upstream installs the weights of several chunks from entries that are no part of a checkpoint.
+    result[0].update({key: state_dict[key] for key in state_dict.get(_CHUNKS, ())})
     for settings, flags in set_aside:
         settings.update(flags)
     return result
@@ -218,21 +232,40 @@ def _locate(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
     return read_checkpoint(find_checkpoint(folder, iteration or None))
 
 
+def keep_chunks(
+    original: Any, settings: Any, model: Sequence[Any], *rest: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Wrap ``generate_state_dict``, whose result is saved or loaded with the first chunk alone."""
+    state_dict: dict[str, Any] = original(settings, model, *rest, **kwargs)
+    if settings.ckpt_format == "fsdp_dtensor" and len(model) > 1:
+        state_dict[_CHUNKS] = {f"model{index}": chunk for index, chunk in enumerate(model)}
+    return state_dict
+
+
 def rename_and_compare(
     original: Any, args: Any, raw_state_dict: dict[str, Any], model: Any
 ) -> dict[str, Any]:
     """Wrap ``preprocess_fsdp_dtensor_state_dict``: its result is loaded or saved next.
 
+    A save leaves out copies of the embedding, whose rows other ranks hold; all copies load it.
+
     Communication: for a load one all-reduce of an int32 over all ranks, and ``find_differences()``.
     """
     comparison = raw_state_dict.pop(_COMPARISON, None)
-    weights = raw_state_dict["model"]
-    if is_v2(model):
+    chunks = raw_state_dict.get(_CHUNKS, {"model": model})
+    state_dict = {k: v for k, v in raw_state_dict.items() if k not in (_CHUNKS, *chunks)}
+    state_dict["model"] = {}
+    for entry, chunk in chunks.items():
         # As in checkpoints of v1, with a wrapper of two modules.
-        weights = {f"module.{key}": value for key, value in weights.items()}
-    weights = rename_layers(model, weights)
-    state_dict = original(args, {**raw_state_dict, "model": weights}, model)
+        prefix = "module." if is_v2(chunk) else ""
+        weights = {prefix + key: value for key, value in raw_state_dict[entry].items()}
+        state_dict["model"] |= rename_layers(chunk, weights)
+    state_dict = original(args, state_dict, JoinedChunks([*chunks.values()]))
     if comparison is None:
+        copies = _names_of_copies(chunks.values())
+        for table in (state_dict["model"], state_dict.get("optimizer", {}).get("state", {})):
+            for key in [key for key in table if bare_name(key) in copies]:
+                del table[key]
         return state_dict
     shapes = {
         key: tuple(value.shape)
@@ -240,7 +273,7 @@ def rename_and_compare(
         for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
         if isinstance(value, torch.Tensor)
     }
-    problems = find_differences(comparison.checkpoint, shapes)
+    problems = find_differences(comparison.checkpoint, shapes, is_tied=comparison.is_tied)
     is_strict = [text.startswith(comparison.strict_parts) for text in problems]
     # Collective on all ranks or on none: the parts are the same everywhere.
     if comparison.strict_parts:
@@ -255,14 +288,25 @@ def rename_and_compare(
     return state_dict
 
 
+def _names_of_copies(chunks: Iterable[Any]) -> set[str]:
+    """Return the bare names of parameters that are copies of the first stage's."""
+    return {
+        bare_name(name)
+        for chunk in chunks
+        for name, param in rename_layers(chunk, dict(chunk.named_parameters())).items()
+        if is_copy(param)
+    }
+
+
 def find_differences(
-    checkpoint: StoredCheckpoint, shapes: Mapping[str, tuple[int, ...]]
+    checkpoint: StoredCheckpoint, shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool = False
 ) -> list[str]:
     """Compare the tensors of the model and of the optimizer's state by name and shape.
 
     Args:
         checkpoint: The stored tensors.
         shapes: Shapes of the tensors that this rank expects, by their names in checkpoints.
+        is_tied: See ``Comparison``.
 
     Returns:
         One sentence per module or parameter with missing weights or states, other shapes, or
@@ -276,12 +320,15 @@ def find_differences(
     expected = expected.to(current_device())
     dist.all_reduce(expected, op=dist.ReduceOp.MAX)
     parts = {key.partition(".")[0] for key in shapes}
-    of_others = {
+    ignored = {
         key
         for key, is_expected in zip(stored, expected.tolist(), strict=True)
-        if key not in shapes and (is_expected or key.partition(".")[0] not in parts)
+        if key not in shapes
+        and (
+            is_expected or key.partition(".")[0] not in parts or (is_tied and _OUTPUT_LAYER in key)
+        )
     }
     # DCP silently ignores both: missing tensors keep their random or zero values.
     return describe_differences(
-        shapes, {key: shape for key, shape in stored.items() if key not in of_others}
+        shapes, {key: shape for key, shape in stored.items() if key not in ignored}
     )

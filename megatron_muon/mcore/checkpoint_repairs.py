@@ -6,6 +6,7 @@ Without them Muon's state cannot be saved if layers are gated (SwiGLU), nor any 
 fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,8 @@ def split_every_state(
     Communication: as the original: one collective or more per split tensor, in the order of
         names, the same on all ranks.
     """
-    located = _LocatedParameters(model)
+    # Other trainers pass one chunk.
+    located = model if isinstance(model, JoinedChunks) else JoinedChunks([model])
     weights, _ = original(located, model_state_dict, None)
     if optimizer_state_dict is None:
         return weights, None
@@ -73,32 +75,37 @@ def split_every_state(
     return weights, {**optimizer_state_dict, "state": split}
 
 
-class _LocatedParameters:
-    """A Megatron-FSDP model whose parameters have the element range that this rank holds.
+class JoinedChunks:
+    """The model chunks of a rank as one Megatron-FSDP model, with the names of checkpoints.
 
-    Upstream's lookup expects the wrapper of bf16 models, and finds nothing in fp32.
+    Its parameters have the element range that this rank holds. Upstream's lookup expects the
+    wrapper of bf16 models, and finds nothing in fp32; and its functions know one chunk.
 
     Args:
-        model: A Megatron-FSDP model.
+        chunks: Megatron-FSDP models.
     """
 
-    def __init__(self, model: Any) -> None:
-        # Upstream passes the wrapper or the module inside.
-        self._model = sharded_module(model) if is_wrapped(model) else model
-        # Names as in checkpoints, across pipeline stages.
-        names = layer_names(self._model)
-        parameters = sharded_parameters(self._model)
-        self._parameters = {names(name): param for name, param in parameters.items()}
-        self._modules = [(names(name), module) for name, module in self._model.named_modules()]
-        if buffers := getattr(self._model, "param_and_grad_buffer", None):
-            strategy = buffers.ddp_config.data_parallel_sharding_strategy
-            setattr(buffers.dist_index, _IS_REPLICATED, strategy == "no_shard")
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._first = chunks[0]
+        self._parameters: dict[str, Any] = {}
+        self._modules: list[tuple[str, torch.nn.Module]] = []
+        for chunk in chunks:
+            # Other trainers pass the module inside of the wrapper.
+            model = sharded_module(chunk) if is_wrapped(chunk) else chunk
+            names = layer_names(model)
+            parameters = sharded_parameters(model)
+            self._parameters |= {names(name): param for name, param in parameters.items()}
+            self._modules += [(names(name), module) for name, module in model.named_modules()]
+            if buffers := getattr(model, "param_and_grad_buffer", None):
+                strategy = buffers.ddp_config.data_parallel_sharding_strategy
+                setattr(buffers.dist_index, _IS_REPLICATED, strategy == "no_shard")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        """Return an attribute of the first chunk, such as the configuration that all share."""
+        return getattr(self._first, name)
 
     def named_modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """Return the modules of the model; the original asks for them in every call."""
+        """Return the modules of all chunks; the original asks for them in every call."""
         return self._modules
 
     def get_parameter(self, name: str) -> DTensor:

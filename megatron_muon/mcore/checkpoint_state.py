@@ -8,7 +8,8 @@
 =======================  =======================================================================
 
 Names are global: experts have their index in the model, and so have layers, though a pipeline stage
-counts from 0. Upstream's ``DistributedOptimizer`` writes the same layout, so its tools can read it.
+counts from 0. A copy of the embedding on another stage has the embedding's name. Upstream's
+``DistributedOptimizer`` writes the same layout, so its tools can read it.
 """
 
 import logging
@@ -25,7 +26,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import (
 )
 from megatron.core.utils import get_model_config, log_single_rank
 
-from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_v2
+from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_copy, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 
@@ -46,6 +47,7 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
         chunk: A model chunk. Without pipeline stages and experts all names stay.
     """
     first_expert = get_ep_layer_offset(getattr(chunk.config, "num_moe_experts", None))
+    copies = {bare_name(name) for name, param in chunk.named_parameters() if is_copy(param)}
     numbers: dict[str, int] = {}
     has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
     for name, module in chunk.named_modules() if has_stages else ():
@@ -60,6 +62,9 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
 
     def rename(name: str) -> str:
         """Return the global name of a parameter or module."""
+        if bare_name(name) in copies:
+            # For token prediction a stage has it under this name already.
+            name = name.replace("output_layer", "embedding.word_embeddings")
         name = _LAYER.sub(number_in_model, name, count=1)
         return _GROUPED_BIAS.sub(lambda number: str(int(number[0]) + first_expert), name)
 

@@ -134,6 +134,16 @@ def sharded_parameters(module: Any) -> dict[str, FSDPParameter]:
     return {bare_name(name): param for name, param in named}
 
 
+def is_copy(param: torch.Tensor) -> bool:
+    """Return whether a parameter is a copy of the embedding, which the first stage has too.
+
+    The last stage has one if embeddings are tied, and so has a stage that predicts tokens.
+    """
+    # v2 leaves attributes on the parameter that modules see.
+    marked: Any = unsharded_of(param) if is_of_fsdp_v2(param) else param  # type: ignore[arg-type]
+    return bool(getattr(marked, "shared", False))
+
+
 def is_sharded_over_instances(chunk: FSDPModel) -> bool:
     """Return whether all instances of the optimizer hold different shards, as under HFSDP."""
     ddp_config = chunk.ddp_config

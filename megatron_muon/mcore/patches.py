@@ -212,6 +212,12 @@ PATCHES: tuple[Patch, ...] = (
         ),
     ),
     Patch(
+        "megatron.training.checkpointing:generate_state_dict",
+        "checkpoints: interleaved stages, which have several chunks on a rank",
+        checkpoint_load.keep_chunks,
+        source_lines=("key = f'model{i}'",),
+    ),
+    Patch(
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "checkpoints: compare names and shapes before anything is loaded",
         checkpoint_load.rename_and_compare,
@@ -319,6 +325,12 @@ PATCHES: tuple[Patch, ...] = (
         applies_to="v2",
     ),
     # Megatron-Bridge.
+    Patch(
+        f"{_BRIDGE}.checkpointing:generate_state_dict",
+        "Bridge, checkpoints: interleaved stages, which have several chunks on a rank",
+        checkpoint_load.keep_chunks,
+        source_lines=("_generate_model_state_dict(model, model_sd_kwargs, ckpt_cfg.ckpt_format",),
+    ),
     Patch(
         f"{_BRIDGE}.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "Bridge, checkpoints: layers of pipeline stages have names of their own; compare names and "

@@ -42,31 +42,9 @@ class Unsupported(NamedTuple):
         return bool(self.requested(settings))
 
 
-def _has_checkpoints(settings: Settings) -> bool:
-    return any(settings.get(key) for key in ("save", "load", "pretrained_checkpoint"))
-
-
 def _has_several(settings: Settings, name: str) -> bool:
     # Configurations have fields that are None.
     return (settings.get(name) or 1) > 1
-
-
-def _has_stages(settings: Settings) -> bool:
-    return _has_several(settings, "pipeline_model_parallel_size")
-
-
-def _has_chunks(settings: Settings) -> bool:
-    """Return whether a rank has several stages, which Megatron derives later from these flags."""
-    layout = settings.get("pipeline_model_parallel_layout")
-    if isinstance(layout, str):
-        from megatron.core.transformer.pipeline_parallel_layer_layout import (
-            PipelineParallelLayerLayout,
-        )
-
-        num_stages: int = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-        return num_stages > settings["pipeline_model_parallel_size"]
-    keys = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    return any(settings.get(key) is not None for key in keys)
 
 
 def _has_whole_graph(settings: Settings) -> bool:
@@ -114,18 +92,6 @@ FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: s.get("qk_clip") and s.get("experimental_attention_variant") == "dsa",
         "upstream has no clip for absorbed multi-latent attention",
         "drop --qk-clip",
-    ),
-    Unsupported(
-        "checkpoints with several stages on a rank (interleaved schedules)",
-        lambda s: _has_stages(s) and _has_chunks(s) and _has_checkpoints(s),
-        "Megatron-FSDP's checkpoints hold one chunk of layers per rank",
-        "use one stage per rank, or train without --save and --load",
-    ),
-    Unsupported(
-        "checkpoints of --mtp-num-layers with pipeline stages",
-        lambda s: _has_stages(s) and s.get("mtp_num_layers") and _has_checkpoints(s),
-        "two stages save their copies of the embedding under one name",
-        "drop --mtp-num-layers, or train without --save and --load",
     ),
     Unsupported(
         "--defer-embedding-wgrad-compute",

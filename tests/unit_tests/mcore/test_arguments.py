@@ -8,7 +8,7 @@ import types
 
 import pytest
 from helpers.ranks import launch, run_ranks
-from helpers.toy_gpt import HSDP, INTERLEAVED, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import HSDP, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
 
 from megatron_muon.mcore.unsupported import raise_where_refused
 from megatron_muon.user_errors import SettingsError
@@ -28,15 +28,6 @@ REFUSALS = [
         "--muon-fsdp-offload-momentum: soap does not read it; leave it out.",
     ),
     (("--optimizer", "soap", "--muon-fsdp-comm-dtype", "bf16"), "--muon-fsdp-comm-dtype: soap"),
-    ((*INTERLEAVED, "--save", "folder"), "hold one chunk of layers per rank"),
-    (
-        (*PP, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--load", "folder", *ADAM),
-        "hold one chunk of layers per rank",
-    ),
-    (
-        (*PP, "--mtp-num-layers", "1", "--save", "folder", *ADAM),
-        "two stages save their copies of the embedding under one name",
-    ),
     (
         (*PP, "--defer-embedding-wgrad-compute", *ADAM),
         "Megatron-FSDP reduces the gradient of the output layer before it has been computed",

@@ -148,7 +148,10 @@ def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
 
 
 def test_layers_of_a_stage_have_their_index_in_the_model():
-    """Layers of a stage have the index in the whole model, and other lists keep their numbers."""
+    """Layers of a stage have the index in the whole model, and other lists keep their numbers.
+
+    A tied output layer has the name of the embedding that it is a copy of.
+    """
     chunk = torch.nn.Module()
     chunk.config = types.SimpleNamespace(pipeline_model_parallel_size=2)
     chunk.module = torch.nn.Module()
@@ -156,6 +159,9 @@ def test_layers_of_a_stage_have_their_index_in_the_model():
     chunk.module.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
     for number, layer in enumerate(chunk.module.decoder.layers):
         layer.layer_number = 5 + number
+    chunk.module.output_layer = torch.nn.Linear(1, 1, bias=False)
+    # As Megatron marks the last stage's copy of a tied embedding.
+    chunk.module.output_layer.weight.shared = True
     names = layer_names(chunk)
     for name, expected in {
         "module.decoder.layers.1.mlp.weight": "module.decoder.layers.5.mlp.weight",
@@ -163,5 +169,6 @@ def test_layers_of_a_stage_have_their_index_in_the_model():
         "decoder.layers.7.weight": "decoder.layers.7.weight",
         "vision.layers.0.weight": "vision.layers.0.weight",
         "embedding.weight": "embedding.weight",
+        "module.output_layer.weight": "module.embedding.word_embeddings.weight",
     }.items():
         assert names(name) == expected
