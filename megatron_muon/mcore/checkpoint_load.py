@@ -247,7 +247,7 @@ def rename_and_compare(
 ) -> dict[str, Any]:
     """Wrap ``preprocess_fsdp_dtensor_state_dict``: its result is loaded or saved next.
 
-    A save leaves out copies of the embedding, whose rows other ranks hold; all copies load it.
+    A save leaves out copies of the embedding, whose rows v2 shards otherwise: chunks would overlap.
 
     Communication: for a load one all-reduce of an int32 over all ranks, and ``find_differences()``.
     """
