@@ -34,7 +34,8 @@ def test_run_resumes_from_the_newer_checkpoint(flags, tmp_path):
     assert (loadable(tmp_path), loadable(tmp_path / "non_persistent")) == (3, 5)
     # At most the finished one, and that of the save before.
     assert len(list((tmp_path / "non_persistent").glob("iter_*"))) == 2
-    resumed = launch(2, fsdp_toy_gpt(ZERO[3], *common, *GLOBAL, "--load", str(tmp_path))).check()
+    load = [*GLOBAL, "--use-checkpoint-args", "--load", str(tmp_path)]
+    resumed = launch(2, fsdp_toy_gpt(ZERO[3], *common, *load)).check()
     assert [record["iteration"] for record in resumed.history] == [6, 7, 8]
     expected = launch(2, fsdp_toy_gpt(ZERO[3], *whole)).check()
     assert resumed.losses == expected.losses[5:]

@@ -75,6 +75,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "training": (
         "repository/test_scripts.py",
         "checkpoint/test_resume.py",
+        "checkpoint/test_async_save.py",
         "mcore/test_adaptive_muon.py",
     ),
 }
