@@ -329,7 +329,10 @@ PATCHES: tuple[Patch, ...] = (
         f"{_BRIDGE}.checkpointing:generate_state_dict",
         "Bridge, checkpoints: interleaved stages, which have several chunks on a rank",
         checkpoint_load.keep_chunks,
-        source_lines=("_generate_model_state_dict(model, model_sd_kwargs, ckpt_cfg.ckpt_format",),
+        source_lines=(
+            "_generate_model_state_dict(model, model_sd_kwargs, ckpt_cfg.ckpt_format, "
+            "pg_collection=pg_collection)",
+        ),
     ),
     Patch(
         f"{_BRIDGE}.checkpointing:preprocess_fsdp_dtensor_state_dict",

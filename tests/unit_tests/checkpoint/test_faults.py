@@ -263,13 +263,12 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
     ("attribute", "sharding", "flags"),
     [
         pytest.param("handle_swiglu_in_state_dict", ZERO[3], BF16, id="muon"),
-        pytest.param("handle_swiglu_in_state_dict", ZERO[3], ("--optimizer", "adam"), id="fp32"),
         pytest.param("make_fsdp_dtensor", ZERO[0], BF16, id="no_shard"),
     ],
 )
 @pytest.mark.slow
 def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
-    """Saves of gated layers fail without the repairs of states, dtypes and plain tensors."""
+    """Saves of gated layers fail without the repairs of states and plain tensors."""
     arguments = [*flags, *SCHEDULE, "--save", str(tmp_path), "--exit-interval", str(SAVED_AT)]
     run = launch(
         2, fsdp_toy_gpt(sharding, *arguments), before=functools.partial(without, attribute)

@@ -19,6 +19,7 @@ from counting import OperationCounter, uncounted
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
 _PACKAGE = "megatron_muon"
@@ -277,6 +278,8 @@ def fake_cuda() -> Iterator[Recorder]:
         (row_kernel, "build_table", build_table),
         (row_kernel, "launch", recorder.launch),
     ]
+    # Torch keeps the functions that torch.device("meta") acts on, as they are in its first use.
+    _device_constructors()
     with ExitStack() as stack:
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
