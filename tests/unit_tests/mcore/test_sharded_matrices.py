@@ -121,7 +121,7 @@ SAME_LOSSES = [
     slow(4, 3, PP, id="stages"),
     slow(2, 3, (*BF16, "--swiglu"), id="bf16_gated"),
     on_v2(2, 3, V2, id="v2"),
-    on_v2(4, 3, (*V2, *EP), id="v2_ep2"),
+    on_v2(2, 3, (*V2, *EP), id="v2_ep2"),
 ]
 
 
