@@ -104,12 +104,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise_where_refused(vars(args), FSDP_UNSUPPORTED)
         return
     # All problems are reported at once: a queued job should not fail a second time.
-    more, options = [], MuonOptions.of(args)
-    is_muon = args.optimizer in MUON_OPTIMIZERS
-    if not is_muon:
-        more += options.unread_by(args.optimizer)
+    options = MuonOptions.of(args)
+    more = options.unread_by(args.optimizer)
+    is_bf16 = args.optimizer in MUON_OPTIMIZERS and args.muon_fp32_matmul_prec == "medium"
     try:
-        options.exchange.comm_dtypes(is_muon and args.muon_fp32_matmul_prec == "medium")
+        options.exchange.comm_dtypes(is_bf16)
         _ = options.splits, options.momentum_dtype
     except ValueError as error:
         more.append(in_flags(str(error)))

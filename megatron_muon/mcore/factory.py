@@ -39,11 +39,7 @@ from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
 from megatron_muon.mcore.sharded_matrices import FSDPWholeMatrixOptimizer, ShardedMatrices, entry_of
 from megatron_muon.mcore.splits import routing_rule, tag_blocks
-from megatron_muon.mcore.unsupported import (
-    ELEMENTWISE_OPTIMIZERS,
-    MUON_OPTIMIZERS,
-    raise_where_refused,
-)
+from megatron_muon.mcore.unsupported import MUON_OPTIMIZERS, raise_where_refused
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.plan.layout import Splits
 from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
@@ -72,10 +68,11 @@ def build_megatron_fsdp_emerging_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> FSDPMuonChainedOptimizer:
-    """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
+    """Build Muon, or another optimizer of matrices, over the parameters of a Megatron-FSDP model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
-    layer and tensors that are not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
+    layer and tensors that are not 2-D to ``config.muon_scalar_optimizer`` (to Adam, beside another
+    optimizer than Muon), everything else to the optimizer that ``config.optimizer`` names.
 
     Args:
         config: Optimizer configuration; the ``muon_*`` fields have the same meaning as under DDP.
@@ -110,11 +107,8 @@ def build_megatron_fsdp_emerging_optimizer(
         config.optimizer = "muon"
     options = MuonOptions.of(config)
     parts = (model_chunks[0].config, model_chunks[0].ddp_config, config)
-    is_whole = config.optimizer not in (*MUON_OPTIMIZERS, *ELEMENTWISE_OPTIMIZERS)
-    raise_where_refused(
-        {name: value for part in parts for name, value in vars(part).items()},
-        more=options.unread_by(config.optimizer) if is_whole else (),
-    )
+    settings = {name: value for part in parts for name, value in vars(part).items()}
+    raise_where_refused(settings, more=options.unread_by(config.optimizer))
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 

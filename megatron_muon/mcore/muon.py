@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-from megatron_muon.mcore.sharded_matrices import ShardedMatrices
+from megatron_muon.mcore.sharded_matrices import FSDPWholeMatrixOptimizer, ShardedMatrices
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
@@ -187,7 +187,7 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
 
 
 def build_muon_step(
-    optimizers: Sequence[ShardedMatrices],
+    optimizers: Sequence[FSDPZeROTensorParallelMuon | FSDPWholeMatrixOptimizer],
     exchange: ExchangeSettings | None = None,
     *,
     gradients_stay: bool = False,

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 
+from megatron_muon.mcore.unsupported import ELEMENTWISE_OPTIMIZERS, MUON_OPTIMIZERS
 from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import EXCHANGE_FLAGS, CommDtype, ExchangeSettings
@@ -55,7 +56,7 @@ class MuonOptions:
     moe_router_skip_muon: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
 
-    # Fields that optimizers of whole matrices read, too; upstream's of Muon are ignored, as by it.
+    # Read with optimizers of whole matrices too, or flags of Muon that upstream ignores with them.
     _OF_ALL = frozenset(
         "muon_fsdp_staging_bytes muon_fsdp_cost_model muon_fsdp_log_plan muon_split_qkv "
         "moe_router_skip_muon use_checkpoint_opt_param_scheduler".split()
@@ -63,6 +64,8 @@ class MuonOptions:
 
     def unread_by(self, optimizer: str) -> list[str]:
         """List options that an optimizer of whole matrices does not read, a sentence each."""
+        if optimizer in (*MUON_OPTIMIZERS, *ELEMENTWISE_OPTIMIZERS):
+            return []
         return [
             f"--{field.name.replace('_', '-')}: {optimizer} does not read it; leave it out."
             for field in fields(MuonOptions)

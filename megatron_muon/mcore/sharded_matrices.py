@@ -51,12 +51,6 @@ class ShardedMatrices(torch.optim.Optimizer):
     pg_collection: Any
     step_class: type[MuonStep] = MuonStep
 
-    def settings(
-        self, exchange: ExchangeSettings, num_optimizers: int, *, gradients_stay: bool
-    ) -> MuonSettings:
-        """Return the settings of a step; see ``build_muon_step()``."""
-        raise NotImplementedError
-
     def planned(self, param: Any) -> PlannedParameter:
         """Return a parameter as the matrix that upstream steps: the shard of this tensor rank.
 
@@ -67,9 +61,11 @@ class ShardedMatrices(torch.optim.Optimizer):
         if group is None:
             return shard
         if self.is_tensor_sharded(param):
+            # A checkpoint has one tensor for each name, and these ranks own different matrices.
             number = f"tensor rank {dist.get_rank(group)} of {dist.get_world_size(group)}."
             return replace(shard, state_prefix=number)
         mesh = tensor_mesh(param)
+        # Stepped once, copies cannot drift apart.
         return shard if mesh is None else over_tensor_ranks(shard, mesh, None)
 
     def tensor_group(self, param: Any) -> dist.ProcessGroup | None:

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.checkpoint_runs import LAST, after_enable, loadable, stored, wrap
+from helpers.checkpoint_runs import LAST, after_enable, loadable, wrap
+from helpers.fsdp2_models import stored
 from helpers.ranks import launch, on_ranks
 from helpers.toy_gpt import BF16, EP, HSDP, TP, ZERO, fsdp_toy_gpt, slow
 

@@ -5,7 +5,6 @@
 import copy
 import functools
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.device import device, init_group
-from helpers.fsdp2_models import draw_grads, drawn, load_state, local, mixed_model, save_state
+from helpers.fsdp2_models import (
+    draw_grads,
+    drawn,
+    load_state,
+    local,
+    mixed_model,
+    save_state,
+    stored,
+)
 from helpers.ranks import on_ranks, run_ranks
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -184,17 +190,6 @@ class _LateWriter(dcp.FileSystemWriter):
         return super().write_data(*args)
 
 
-def _stored(folder: Path) -> dict[str, Any]:
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    return {key: tensors.get(key, torch.empty(0)) for key in metadata}
-
-
 @pytest.mark.parametrize(
     "kind",
     ["one", *(slow(kind) for kind in ("CPU memory", "bfloat16", "normuon", "soap"))],
@@ -215,6 +210,6 @@ def test_asynchronous_save_of_torch_has_the_bits_of_a_save(kind, tmp_path):
         _step(model, optimizers, step)
     _LateWriter.may_write.set()
     saved.result()
-    expected, found = _stored(tmp_path / "whole"), _stored(tmp_path / "late")
+    expected, found = stored(tmp_path / "whole"), stored(tmp_path / "late")
     assert found.keys() == expected.keys()
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []

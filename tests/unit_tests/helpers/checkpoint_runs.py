@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
@@ -264,18 +263,6 @@ def after_enable(break_it: Callable[[], None]) -> None:
         break_it()
 
     wrap(launcher, "_report", report)
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a checkpoint; an object is a tensor of no elements."""
-    metadata = read_checkpoint(folder).metadata.state_dict_metadata
-    tensors = {
-        key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    return {key: tensors.get(key, torch.empty(0)) for key in metadata}
 
 
 def die() -> None:

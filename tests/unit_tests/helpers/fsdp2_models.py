@@ -9,12 +9,14 @@ out of the whole matrix by torch's own list of chunks, which checkpoints are wri
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -79,6 +81,18 @@ def local(tensor: Any) -> Any:
 def save_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
     state = get_state_dict(model, optimizers, options=options)
     dcp.save(dict(zip("mo", state, strict=True)), checkpoint_id=folder)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint; an object is a tensor of no elements."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {key: tensors.get(key, torch.empty(0)) for key in metadata}
 
 
 def load_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
