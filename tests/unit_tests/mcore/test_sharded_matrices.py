@@ -6,6 +6,7 @@ On hand-made shards the reference is the class itself on whole matrices, to the 
 the launcher, beside the same optimizer under DDP.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from helpers.device import kind
 from helpers.parity import Setting, check_trains_like_ddp, row
 from helpers.ranks import cached_cases, launch, run_ranks
 from helpers.sharded_muon import build_optimizers, whole_matrix
-from helpers.toy_fsdp import build_model, build_optimizer, run_backward
+from helpers.toy_fsdp import are_equal, build_model, build_optimizer, main_weights, run_backward
 from helpers.toy_gpt import (
     BF16,
     EP,
@@ -225,3 +226,32 @@ def test_every_registered_optimizer_is_built_by_name():
     # Of weights as no model has them from the start.
     assert "Sinkhorn-normalized matrices must have non-negative" in found.pop("sinkhorn_muon")
     assert found == {name: [] for name in WALKED if name != "sinkhorn_muon"}
+
+
+def _go_on_with_noise() -> list[bool]:
+    """Step an optimizer that draws noise, and a new one that has loaded its state."""
+    model = build_model()
+    optimizer = build_optimizer(model, optimizer="psgd_pro")
+    run_backward(model, 0)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    before = main_weights(model)
+    found = []
+    for is_new in (False, True):
+        if is_new:
+            model = build_model()
+            optimizer = build_optimizer(model, optimizer="psgd_pro")
+            for name, param in model.param_and_grad_buffer.optimizer_named_parameters:
+                param._local_tensor.copy_(before[name])
+            optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        run_backward(model, 1)
+        optimizer.step()
+        found.append(main_weights(model))
+    return are_equal(*found)
+
+
+def test_noise_goes_on_after_a_load():
+    """An optimizer that has loaded its state draws the noise of the run that saved it."""
+    for equal in run_ranks(2, _go_on_with_noise).check().results:
+        assert equal and all(equal)
