@@ -41,7 +41,7 @@ _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 def layer_names(chunk: Any) -> Callable[[str], str]:
     """Return a function from local names of parameters and modules to global ones.
 
-    Of experts only biases of grouped layers are renamed: upstream renames all the others.
+    Upstream numbers experts itself, except for biases of grouped layers, which are numbered here.
 
     Args:
         chunk: A model chunk. Without pipeline stages and experts all names stay.

@@ -66,7 +66,7 @@ class WholeMatrices(StateOwner):
         self, matrices: Sequence[tuple[torch.Tensor, str]], *stacks: torch.Tensor
     ) -> Callable[[Callable[[], None]], None]:
         """Register a matrix; see ``MatrixOwner``."""
-        # Rows in float32 are not stacked.
+        # Plans of whole matrices make no stacks.
         ((param, name),), (weights, gradients) = matrices, stacks
         owned = OwnedMatrix(param, name, weights[0], gradients[0])
         self.owned.append(owned)
