@@ -27,7 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / name) for name in ("scripts", "tests/unit_tests", "")]
 
-from helpers.checkpoint_runs import TRACKER, die, loadable, stored, wrap  # noqa: E402
+from helpers.checkpoint_runs import TRACKER, die, loadable, wrap  # noqa: E402
+from helpers.fsdp2_models import stored  # noqa: E402
 from helpers.ranks import launch  # noqa: E402
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt  # noqa: E402
 
