@@ -19,7 +19,6 @@ _FLAGS = {
     "num_ns_steps: ": "--muon-num-ns-steps: ",
     "coefficient_type: ": "--muon-coefficient-type: ",
     "momentum_dtype: ": "--exp-avg-dtype: ",
-    "offload_momentum: ": "--muon-fsdp-offload-momentum: ",
     "Leave the matrix whole": "Leave the matrix whole (--muon-no-split-qkv)",
 }
 _ARGUMENT = re.compile("|".join([*map(re.escape, _FLAGS), r"exchange\.\w+"]))

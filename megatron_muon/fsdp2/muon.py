@@ -38,6 +38,7 @@ from megatron_muon.step.elementwise import (
 )
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
+from megatron_muon.step.offload import Offload
 
 _REPLANNED = (
     "param_groups: expected the parameters, split_sizes, transposed and flatten of the plan, got "
@@ -99,6 +100,8 @@ class Muon(torch.optim.Optimizer):
     algorithms: tuple[str, ...] = ()
     muon: MuonStep | None = None
     fresh_if_moved: bool = False
+    # Of all state, once the exchange is planned; None without ``offload_state``.
+    _offload: Offload | None = None
     # Whether ``state`` has the state of matrices.
     _has_state: bool = False
     # Tensors of the state of AdamW and Lion that were checked in the last step.
@@ -198,6 +201,8 @@ class Muon(torch.optim.Optimizer):
             holders = by_holders(step.plan_inputs, others, replicas or tensor_group)
             self._agreement = Agreement(holders, step.group, device, arguments.check_gradients)
             self.muon, self._planned = step, self._planned_groups()
+            if arguments.offload_state:
+                self._offload = Offload(self._state_tensors, device)
         return self.muon
 
     def _planned_groups(self) -> list[Any]:
@@ -205,11 +210,17 @@ class Muon(torch.optim.Optimizer):
         groups = [group for group in self.param_groups if group["params"]]
         return [(layout_of(group), [*map(id, group["params"])]) for group in groups]
 
+    def _state_tensors(self) -> list[torch.Tensor]:
+        values = itertools.chain(*(values.values() for values in self.state.values()))
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
     def _show_state(self) -> None:
-        """Show the state of matrices in ``state``."""
+        """Show the state of matrices in ``state``, in CPU memory with ``offload_state``."""
         if not self._has_state:
             self.state.update(self._matrices.state)
             self._has_state = True
+        if self._offload is not None:
+            self._offload.to_cpu()
 
     def refresh_main_params(self) -> None:
         """Let the next step read bfloat16 parameters that were changed outside of a step.
@@ -315,6 +326,8 @@ class Muon(torch.optim.Optimizer):
                 step.use_loaded()
             step.removed.clear()
             self._agreement.forget()
+            if self._offload is not None:
+                self._offload.to_cpu()
         call_post_hooks(self)
 
     def _refuse_load(self, problems: Sequence[str]) -> None:
@@ -371,6 +384,8 @@ class Muon(torch.optim.Optimizer):
                     with state_of_empty_shards(other):
                         step_without_hooks(other)
 
+        if self._offload is not None:
+            self._offload.to_device()
         problems, fresh, self._followed = check_elementwise_state(
             self.param_groups, self.algorithms, self.state, self._followed
         )
@@ -378,6 +393,7 @@ class Muon(torch.optim.Optimizer):
             wrong = key_problems(*pair, self._settings)
             problems += [f"group {number}: {problem}" for problem in wrong]
         problems += step.reserve(elementwise_bytes(others, step.device))
+        problems += self._offload.problems if self._offload is not None else ()
         if self._is_changing:
             problems.append(INTERRUPTED)
         if self._planned_groups() != self._planned:
@@ -388,6 +404,7 @@ class Muon(torch.optim.Optimizer):
             without = self._agreement.check(problems, removed)
         except RuntimeError:
             step.release()
+            self._show_state()
             raise
         self._is_changing = True
         step.step(without, step_others)

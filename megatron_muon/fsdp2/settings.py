@@ -141,7 +141,7 @@ def _remedy(key: str, algorithm: str) -> str | None:
 
 # Arguments that other classes than Muon have too, or that ``MuonAdamW`` sets.
 _FOR_ALL_CLASSES = {
-    *("exchange", "process_group", "tensor_group", "check_gradients"),
+    *("exchange", "process_group", "tensor_group", "check_gradients", "offload_state"),
     *("optimizer_class", "optimizer_options", "nesterov", "scale_mode"),
 }
 # Default of the EMA coefficient of Muon.
@@ -182,8 +182,8 @@ class MuonArguments:
         eps: Lower bound of its divisor.
         momentum_dtype: bfloat16 halves the memory of momentum. It is averaged in float32, and
             rounded once a step.
-        offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
-            and back, and the host waits for it in the end.
+        offload_state: Whether the state of all parameters is in pinned CPU memory between steps. A
+            step copies it to the device and back, and the host waits for it in the end.
         check_gradients: When a step refuses gradients that are not finite: ``sync``, before
             anything changes, for which the host waits; ``next_step``, in the next step, without a
             wait; ``off``, never. See docs/fsdp2.md.
@@ -213,7 +213,7 @@ class MuonArguments:
     beta2: float = 0.95
     eps: float = 1e-8
     momentum_dtype: torch.dtype = torch.float32
-    offload_momentum: bool = False
+    offload_state: bool = False
     check_gradients: str = "sync"
     optimizer_class: str | type[torch.optim.Optimizer] | None = None
     optimizer_options: Mapping[str, Any] | None = None
@@ -262,7 +262,13 @@ class MuonArguments:
         exchange = self.exchange or ExchangeSettings()
         if self.optimizer_class is not None:
             description = f"{self.optimizer_class} {self.optimizer_options}"
-            return whole_matrix_settings(self.build_whole, PLANNED, exchange, description)
+            return whole_matrix_settings(
+                self.build_whole,
+                PLANNED,
+                exchange,
+                description,
+                offload_state=self.offload_state,
+            )
         # Results of AdaMuon are scaled after they were divided.
         scale = scale_function("none", 1.0) if self.adaptive == "adamuon" else self._scale
         # NAMO is scaled by outputs and inputs.

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 # Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
 _SWITCHES = {
-    "--muon-fsdp-offload-momentum": "Keep momentum in pinned CPU memory between steps.",
     "--muon-fsdp-log-metrics": "Write norms of gradients and momentum and the RMS of updates to "
     "TensorBoard and W&B.",
     "--muon-split-glu": "Orthogonalize gate and up of gated feed-forward layers and experts "
@@ -173,9 +172,11 @@ def validate(original: Any, args: argparse.Namespace, *defaults: Any, **more_def
         text = "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam"
         logger.info(text, requested)
         args.optimizer = "adam"
+    # Upstream's steps copies of the parameters, and needs another flag; Adam's is refused.
+    offloads, args.optimizer_cpu_offload = args.optimizer_cpu_offload, False
     try:
         return original(args, *defaults, **more_defaults)
     finally:
-        args.optimizer = requested
+        args.optimizer, args.optimizer_cpu_offload = requested, offloads
         # Upstream would start it.
         args.use_persistent_ckpt_worker = False

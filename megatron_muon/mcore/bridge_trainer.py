@@ -108,7 +108,8 @@ def check_before_training(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _settings(cfg: Any) -> Mapping[str, Any]:
-    """Merge the settings of checkpoints, model and optimizer into one table."""
+    """Merge the settings of logs, checkpoints, model and optimizer into one table."""
     # Later releases keep the settings of layers inside of the model's.
     model = getattr(cfg.model, "transformer", cfg.model)
-    return {**vars(cfg.checkpoint), **vars(model), **vars(cfg.ddp), **vars(cfg.optimizer)}
+    parts = (cfg.logger, cfg.checkpoint, model, cfg.ddp, cfg.optimizer)
+    return {name: value for part in parts for name, value in vars(part).items()}

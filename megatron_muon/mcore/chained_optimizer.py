@@ -9,7 +9,7 @@ Transformer Engine it stays on the device, and clipping is launched before the h
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fa
 from megatron_muon.runtime.tensors import find_not_finite
 from megatron_muon.step.elementwise import elementwise_bytes
 from megatron_muon.step.lion import FSDPLion
+from megatron_muon.step.offload import Offload
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
@@ -46,6 +47,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         install_optimized_model_weights()
         start_param_sync()                     start the parameter gather
 
+    State and main weights that are in CPU memory between steps are on the device meanwhile.
     The last two run once. ``step_with_ready_grads`` of a child would run them after its own step,
     and gather weights that the next child has not updated yet. Megatron-FSDP v2 does the first and
     the last by itself, and refreshes compute weights in place of installing them.
@@ -58,6 +60,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         fqns: Names of the parameters, for errors.
         exchange: How Muon's matrices are exchanged; None for the defaults.
         log_metrics: Whether metrics are written to the writers of a trainer.
+        offload_fraction: Share of state and main weights that is in CPU memory between steps.
 
     Raises:
         ValueError: Settings of the exchange, or of groups, cannot work (``MuonStep``).
@@ -82,6 +85,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         exchange: ExchangeSettings | None = None,
         *,
         log_metrics: bool = False,
+        offload_fraction: float = 0.0,
     ) -> None:
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
@@ -94,6 +98,15 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         has_log = self.muon_step is not None and log_metrics
         self.metrics_log = MetricsLog(self.muon_step) if has_log else None  # type: ignore[arg-type]
         self.stored_state = OptimizerState(self.chained_optimizers, self.model_chunks)
+        self._offload = Offload(self._offloaded, current_device(), offload_fraction)
+        self._offload.to_cpu()
+
+    def _offloaded(self) -> Iterator[torch.Tensor]:
+        for child in self.chained_optimizers:
+            for values in child.optimizer.state.values():
+                yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+        for chunk in self._chunks:
+            yield from chunk.main_weights()
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -103,6 +116,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             Whether an overflow was found: always False, without loss scaling.
         """
         problems = [problem for chunk in self._chunks for problem in chunk.finish_gradients()]
+        self._offload.to_device()
+        problems += self._offload.problems
         if self.muon_step is not None:
             elementwise = (torch.optim.Adam, torch.optim.AdamW, FSDPLion)
             # Not Transformer Engine's Adam: its fused kernel allocates nothing.
@@ -217,8 +232,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         finally:
             # After a step that upstream skips too, as its norm is above the threshold. A step that
             # failed in the middle may have left collectives that use the memory.
-            if self.muon_step is not None and not self._is_changing:
-                self.muon_step.release()
+            if not self._is_changing:
+                if self.muon_step is not None:
+                    self.muon_step.release()
+                self._offload.to_cpu()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -261,8 +278,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Args:
             state_dict: Ignored: the main weights were loaded in place.
         """
+        self._offload.to_device()
         for chunk in self._chunks:
             chunk.update_compute_weights()
+        self._offload.to_cpu()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name, for any trainer.

@@ -15,6 +15,7 @@ from megatron_muon.mcore.fsdp_model import (
 from megatron_muon.mcore.gradient_repairs import take_outer_reductions
 from megatron_muon.mcore.qk_clip import clip_row_shards
 from megatron_muon.rows.megatron_fsdp import place_of
+from megatron_muon.runtime.tensors import local_tensor
 
 
 def sharded_chunk(chunk: FSDPModel) -> "ShardedChunk":
@@ -58,6 +59,22 @@ class ShardedChunk:
             "but the last under the model's no_sync() (config.no_sync_func)"
         ]
 
+    def main_weights(self) -> list[torch.Tensor]:
+        """Return main weights that no pass of the model reads, and all tensors on their memory."""
+        buffers = self._chunk.param_and_grad_buffer
+        groups = [
+            group
+            for group in buffers.parameter_groups
+            if group.main_weight_buffer is not None and group.model_weight_buffer is not None
+        ]
+        names = [buffers.param_to_name[param] for group in groups for param in group.params]
+        params = dict(buffers.optimizer_named_parameters)
+        return [
+            *(group.main_weight_buffer.data for group in groups),
+            *(local_tensor(params[name]) for name in names),
+            *(local_tensor(buffers.dist_main_weight[name]) for name in names),
+        ]
+
     def install_weights(self) -> None:
         """Clip the main weights by QK-clip, if it is on, and update the compute weights."""
         clip_row_shards(self._module)
@@ -89,6 +106,10 @@ class ShardedChunkOfV2(ShardedChunk):
     def gradients_stay(self) -> bool:
         """Return False: v2 does not promise to keep its buffers."""
         return False
+
+    def main_weights(self) -> list[torch.Tensor]:
+        """Return nothing: v2's stay on the device."""
+        return []
 
     def finish_gradients(self) -> list[str]:
         """Cast gradients to the dtype of main weights; return problems as sentences."""

@@ -140,6 +140,7 @@ def build_megatron_fsdp_emerging_optimizer(
         fqns,
         options.exchange,
         log_metrics=options.muon_fsdp_log_metrics,
+        offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
     )
 
 
@@ -208,7 +209,7 @@ class _ChildBuilder:
             tensor_shards=self.tensor_shards,
             device=current_device(),
             momentum_dtype=self.options.momentum_dtype,
-            offload_momentum=self.options.muon_fsdp_offload_momentum,
+            offload_state=self.config.optimizer_cpu_offload,
             **kwargs,
         )
 
@@ -258,6 +259,8 @@ class _ChildBuilder:
     def _scalar(self, name: str, param_groups: list[dict[str, Any]]) -> MegatronOptimizer:
         scalar_config = copy.copy(self.config)
         scalar_config.optimizer = name
+        # Upstream's would step copies of the parameters.
+        scalar_config.optimizer_cpu_offload = False
         # Only with it does Megatron wrap the optimizer as a DistributedOptimizer; v2 refuses it.
         scalar_config.use_distributed_optimizer = not is_v2(self.model_chunks[0])
         child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(

@@ -47,7 +47,7 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
             parameters.
         momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
             rounds once.
-        offload_momentum: Whether momentum is in pinned CPU memory between steps.
+        offload_state: Whether state is in CPU memory between steps.
         moment2_method: ``adamuon``, ``normuon`` or ``namo``: results are divided by a second
             moment, as emerging-optimizers' ``AdaptiveMuon`` does with every block as a parameter.
             adamuon is ``TensorParallelAdaptiveMuon`` of Megatron-LM main: an update is scaled by
@@ -72,13 +72,13 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         tensor_shards: Mapping[torch.Tensor, PlannedParameter],
         device: torch.device | None = None,
         momentum_dtype: torch.dtype = torch.float32,
-        offload_momentum: bool = False,
+        offload_state: bool = False,
         moment2_method: str | None = None,
         beta2: float = 0.95,
         eps: float = 1e-8,
         **muon_kwargs: Any,
     ) -> None:
-        self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
+        self.momentum_dtype, self.offload_state = momentum_dtype, offload_state
         # Upstream would take it, and this class would ignore it.
         if unknown := sorted(muon_kwargs.keys() - _ARGUMENTS):
             raise ValueError(
@@ -115,12 +115,8 @@ class FSDPZeROTensorParallelMuon(ShardedMatrices, TensorParallelMuon):
         if not new or self.step_class is WholeMatrixStep:
             return
         shards = [local_tensor(param) for param in new]
-        is_pinned = self.offload_momentum and shards[0].device.type != "cpu"
         flat = torch.zeros(
-            sum(map(torch.numel, shards)),
-            dtype=self.momentum_dtype,
-            device="cpu" if is_pinned else shards[0].device,
-            pin_memory=is_pinned,
+            sum(map(torch.numel, shards)), dtype=self.momentum_dtype, device=shards[0].device
         )
         parts = flat.split([shard.numel() for shard in shards])
         for param, shard, part in zip(new, shards, parts, strict=True):

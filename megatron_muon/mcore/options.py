@@ -29,7 +29,6 @@ class MuonOptions:
         muon_fsdp_cost_model: Rates of the machine.
         muon_fsdp_newton_schulz: ``standard`` or ``gram``.
         muon_fsdp_log_plan: Whether the first rank of a plan logs a line about it.
-        muon_fsdp_offload_momentum: Whether momentum is in pinned CPU memory between steps.
         muon_fsdp_log_metrics: Whether metrics go to TensorBoard and W&B.
         muon_momentum_dtype: ``fp32`` or ``bf16``.
         muon_split_qkv: See ``Splits``, as for the next three.
@@ -46,7 +45,6 @@ class MuonOptions:
     muon_fsdp_cost_model: str = ""
     muon_fsdp_newton_schulz: BackendChoice = "standard"
     muon_fsdp_log_plan: bool = False
-    muon_fsdp_offload_momentum: bool = False
     muon_fsdp_log_metrics: bool = False
     muon_momentum_dtype: str = "fp32"
     muon_split_qkv: bool = True

@@ -60,6 +60,11 @@ def _holds_others(settings: Settings) -> object:
     return folder and others and Path(others).resolve().is_relative_to(Path(folder).resolve())
 
 
+def _offloads_nothing(settings: Settings) -> object:
+    fraction = settings.get("optimizer_offload_fraction", 1.0)
+    return settings.get("optimizer_cpu_offload") and not 0.0 < fraction <= 1.0
+
+
 # Megatron-FSDP with any optimizer: Adam's weights are clipped too.
 FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
@@ -82,10 +87,10 @@ FSDP_UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop one of them",
     ),
     Unsupported(
-        "--qk-clip --optimizer-cpu-offload",
-        "qk_clip optimizer_cpu_offload",
-        "the next step overwrites clipped weights with their copies on the CPU",
-        "drop one of them",
+        "--optimizer-cpu-offload with --optimizer adam or sgd",
+        lambda s: s.get("optimizer_cpu_offload") and s.get("optimizer") in ("adam", "sgd"),
+        "upstream's step copies shards into whole parameters, and fails",
+        "drop it",
     ),
     Unsupported(
         "--qk-clip --experimental-attention-variant dsa",
@@ -147,6 +152,24 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop it; rows stay sharded under --use-megatron-fsdp",
     ),
     *FSDP_UNSUPPORTED,
+    Unsupported(
+        "--optimizer-cpu-offload with an --optimizer-offload-fraction not in (0, 1]",
+        _offloads_nothing,
+        "nothing would be in CPU memory, as with the default of a script",
+        "give 1.0, or a share of state and main weights",
+    ),
+    Unsupported(
+        "--optimizer-cpu-offload --log-params-norm",
+        "optimizer_cpu_offload log_params_norm",
+        "the norm reads main weights between steps, on the device",
+        "drop one of them",
+    ),
+    Unsupported(
+        "--optimizer-cpu-offload --use-nccl-ub",
+        "optimizer_cpu_offload nccl_ub",
+        "NCCL's memory pool would keep the memory that main weights leave",
+        "drop one of them",
+    ),
     Unsupported(
         "ddp_config.megatron_fsdp_use_decoupled_grad",
         "megatron_fsdp_use_decoupled_grad",

@@ -58,7 +58,7 @@ class StepSettings(NamedTuple):
         gradients_stay: Whether gradients are in the same memory in every step, so that views of it
             may be kept.
         momentum_dtype: Dtype of momentum between steps.
-        offload_momentum: Whether momentum is in CPU memory between steps.
+        offload_state: Whether the optimizer keeps state in CPU memory between steps.
     """
 
     nesterov: bool
@@ -67,7 +67,7 @@ class StepSettings(NamedTuple):
     overwrites_gradients: bool = False
     gradients_stay: bool = False
     momentum_dtype: torch.dtype = torch.float32
-    offload_momentum: bool = False
+    offload_state: bool = False
 
 
 def portions_of(
@@ -97,10 +97,9 @@ class _StepTensors(NamedTuple):
 
     Args:
         weights: Local weights.
-        momentum: Momentum where it is kept.
+        momentum: Momentum as it is kept.
         results: Results of Newton-Schulz, and its input with Nesterov.
-        staged: Momentum in float32 on the device, where it is averaged: staging memory, or the
-            momentum itself.
+        staged: Momentum in float32, as it is averaged: in staging memory, or the momentum itself.
     """
 
     weights: TensorList
@@ -164,7 +163,7 @@ class MatrixStep:
         self._position = {handle: position[handle.param] for handle in handles}
         shapes = [local_tensor(param).shape for param in self.params]
         self._sizes = list(map(math.prod, shapes))
-        is_staged = settings.momentum_dtype != torch.float32 or settings.offload_momentum
+        is_staged = settings.momentum_dtype != torch.float32
         limit = PORTION_ELEMENTS if is_staged else math.inf
         # Parameter group, and positions of parameters that are advanced together; in the order of
         # groups.
@@ -180,8 +179,7 @@ class MatrixStep:
         self.staging = MomentumStaging(
             [[shapes[i] for i in portion] for _, portion in self._portions],
             settings.momentum_dtype,
-            in_cpu_memory=settings.offload_momentum,
-            device=device,
+            device,
         )
         # The input of Newton-Schulz is in the memory of results, or momentum itself.
         self._is_in_results = settings.nesterov or self.staging.is_needed
@@ -199,7 +197,7 @@ class MatrixStep:
         self._allocate()
         portion = max(min(PORTION_ELEMENTS, sum(self._sizes)), *self._sizes, 0)
         hook_bytes = (4 * portion * hook.num_copies for hook in self.hooks)
-        temporaries = max(others.temporaries, self.staging.converted_bytes, *hook_bytes)
+        temporaries = max(others.temporaries, *hook_bytes, 0)
         self.engine.reserve(OtherBytes(others.state, temporaries))
 
     def release(self) -> None:
@@ -233,7 +231,7 @@ class MatrixStep:
             weights: Float32, by position.
             grads: Float32 or bfloat16, by position. None for a parameter that stays as it is,
                 though its momentum is exchanged.
-            momentum: In the dtype and the memory where it is kept, by position.
+            momentum: In the dtype in which it is kept, by position.
             overlap_fn: Called once, when the first rows are in transit.
         """
         self._allocate()
@@ -249,10 +247,6 @@ class MatrixStep:
             # They are exchanged too, as other ranks may have a gradient; their results are dropped.
             for i in without_grad:
                 results[i].copy_(momentum[i])
-        # Newton-Schulz needs the memory in which momentum was converted.
-        self.staging.wait()
-        if self.hooks:
-            self.staging.synchronize()
         for hook in self.hooks:
             hook.on_momentum(weights, momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
@@ -261,7 +255,10 @@ class MatrixStep:
                 with profiler_range("update"):
                     self._update(groups, number, done, without_grad)
         self._free()
-        if self.settings.overwrites_gradients and not self.settings.gradients_stay:
+        settings = self.settings
+        if settings.offload_state or (
+            settings.overwrites_gradients and not settings.gradients_stay
+        ):
             self.forget()
 
     def forget(self) -> None:
@@ -328,14 +325,14 @@ class MatrixStep:
         if not grads:
             return
         if self.staging.is_needed:
-            self.staging.load(number, tensors.staged, tensors.momentum)
+            torch._foreach_copy_(tensors.staged, tensors.momentum)
         decay_before_update(settings.weight_decay_method, tensors.weights, grads, group)
         updates = tensors.results if settings.nesterov else None
         advance_momentum(group, grads, tensors.staged, updates)
         if self.staging.is_needed:
             if not settings.nesterov:
                 torch._foreach_copy_(tensors.results, tensors.staged)
-            self.staging.store(number, tensors.staged, tensors.momentum)
+            torch._foreach_copy_(tensors.momentum, tensors.staged)
 
     def _update(
         self,

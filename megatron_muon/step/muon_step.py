@@ -31,11 +31,9 @@ from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.owner_state import MOMENT2_OF_OWNER, StateOwner
 from megatron_muon.step.plan_inputs import find_plan_inputs
-from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, placed_momentum
+from megatron_muon.step.stored_state import MAIN_PARAM, MainParams
 
 logger = logging.getLogger(__name__)
-
-_MEMORY = ("dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -207,9 +205,8 @@ class MuonStep:
         for param, values in own.items():
             if (momentum := values.get("momentum_buffer")) is None:
                 momentum = torch.zeros_like(param.detach())
-            values["momentum_buffer"] = placed_momentum(
-                momentum, self._step.momentum_dtype, in_cpu_memory=self._step.offload_momentum
-            )
+            # torch makes and loads it like its parameter.
+            values["momentum_buffer"] = momentum.to(self._step.momentum_dtype)
             if self._adamuon is not None and MOMENT2_BUFFER not in values:
                 values[MOMENT2_BUFFER] = torch.zeros_like(param, dtype=torch.float32)
         self._main_params.create(own)
@@ -218,10 +215,10 @@ class MuonStep:
 
     def _shards_of(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Describe the shards of a state by name."""
-        # Momentum is converted, and maybe moved.
-        of_momentum = () if self._step.offload_momentum else ("device",)
+        memory = () if self._step.offload_state else ("device",)
         return {
-            key: sharding_of(value, *(of_momentum if key == "momentum_buffer" else _MEMORY))
+            # Momentum is converted.
+            key: sharding_of(value, *memory, *(() if key == "momentum_buffer" else ("dtype",)))
             for key, value in values.items()
         }
 
@@ -369,17 +366,13 @@ class MuonStep:
         states = [self._optimizer_of[param].state[param] for param in self._matrix_step.params]
         if self._owner is not None:
             self._owner.advance(self._states(), without)
-        try:
-            self._matrix_step.step(
-                self._groups(),
-                self._weights(),
-                self._grads(without),
-                [local_tensor(state["momentum_buffer"]) for state in states],
-                overlap_fn,
-            )
-        finally:
-            # After an error too: the state may be read, or loaded, next.
-            self._matrix_step.staging.synchronize()
+        self._matrix_step.step(
+            self._groups(),
+            self._weights(),
+            self._grads(without),
+            [local_tensor(state["momentum_buffer"]) for state in states],
+            overlap_fn,
+        )
         if self._main_params.params:
             self._main_params.install(self._states())
 

@@ -36,7 +36,6 @@ _OF_STEP = ("nesterov", "weight_decay_method", "fp32_matmul_prec")
 _OF_NAMO: Mapping[str, tuple[object, ...]] = {
     "weight_decay_method": ("decoupled", "independent", "palm"),
     "momentum_dtype": (torch.float32,),
-    "offload_momentum": (False,),
     "newton_schulz": (None,),
     "exchange.newton_schulz": ("standard",),
     "exchange.comm_dtype": ("auto", "fp32"),
@@ -194,7 +193,7 @@ def muon_settings(
         function,
         None if method is None or isinstance(method, str) else StackMoments(method),
     )
-    of_momentum = {name: arguments[name] for name in ("momentum_dtype", "offload_momentum")}
+    of_momentum = {name: arguments[name] for name in ("momentum_dtype", "offload_state")}
     step = StepSettings(**of_step, **of_momentum, **options)
     adamuon = AdaMuonSettings(beta2, eps, factors) if method == "adamuon" else None
     return MuonSettings(newton_schulz, exchange, step, description, adamuon)

@@ -185,7 +185,12 @@ class WholeMatrices(StateOwner):
 
 
 def whole_matrix_settings(
-    build: Build, ignored: Collection[str], exchange: ExchangeSettings, description: str
+    build: Build,
+    ignored: Collection[str],
+    exchange: ExchangeSettings,
+    description: str,
+    *,
+    offload_state: bool = False,
 ) -> MuonSettings:
     """Return the settings of a ``WholeMatrixStep``.
 
@@ -194,6 +199,7 @@ def whole_matrix_settings(
         ignored: Keys of groups.
         exchange: How matrices are exchanged.
         description: The class and its arguments, for the comparison of ranks.
+        offload_state: Whether the optimizer keeps state in CPU memory between steps.
     """
     # Nothing is orthogonalized: no coefficients, nor scale, are used.
     newton_schulz = NewtonSchulzSettings(
@@ -203,7 +209,12 @@ def whole_matrix_settings(
         scale=scale_function("none", 1.0),
         owner=WholeMatrices(build, ignored),
     )
-    step = StepSettings(nesterov=False, weight_decay_method="decoupled", fp32_matmul_prec="highest")
+    step = StepSettings(
+        nesterov=False,
+        weight_decay_method="decoupled",
+        fp32_matmul_prec="highest",
+        offload_state=offload_state,
+    )
     return MuonSettings(newton_schulz, exchange, step, description)
 
 

@@ -20,7 +20,7 @@ from helpers.toy_gpt import BF16, EP, HSDP, TP, ZERO, fsdp_toy_gpt, slow
 pytestmark = pytest.mark.ranks
 
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --async-save".split()
-OFFLOADED = ("--exp-avg-dtype", "bf16", "--muon-fsdp-offload-momentum")
+OFFLOADED = ("--exp-avg-dtype", "bf16", "--optimizer-cpu-offload")
 
 
 def _write_after_the_next_step() -> None:
@@ -74,7 +74,7 @@ def _late() -> None:
         slow(2, 2, 2, ("--optimizer", "lion"), id="lion"),
         slow(2, 3, 2, ("--optimizer", "soap", "--lr", "2e-3"), id="soap"),
         slow(2, 0, 2, ("--dist-ckpt-workers", "2"), id="no_shard_fp32"),
-        slow(4, 3, 2, (*TP, *BF16, *OFFLOADED), id="tp2_bf16_momentum_offloaded"),
+        slow(4, 3, 2, (*TP, *BF16, *OFFLOADED), id="tp2_bf16_momentum_in_cpu_memory"),
         slow(4, 3, 2, (*EP, *HSDP, *BF16), id="ep2_hsdp"),
     ],
 )

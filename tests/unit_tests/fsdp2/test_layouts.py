@@ -26,12 +26,13 @@ pytestmark = pytest.mark.ranks
 
 
 class Setting(NamedTuple):
-    """Dtype of messages, precision of Newton-Schulz, adaptive Muon, and AdamW beside it in one."""
+    """Dtype of messages, precision, adaptive Muon, AdamW beside it, and state in CPU memory."""
 
     comm_dtype: str = "fp32"
     precision: str = "high"
     adaptive: str | None = None
     has_adamw: bool = False
+    is_offloaded: bool = False
 
 
 PLAIN = (Setting(), Setting("bf16", "medium"))
@@ -61,7 +62,10 @@ class Row(NamedTuple):
 def _fsdp2_row(name: str, size: int) -> Row:
     settings = PLAIN
     if name in LAYOUTS_WITH_ADAMW.get(size, ()):
-        settings = (Setting(has_adamw=True), *settings)
+        settings = (
+            *(Setting(has_adamw=True, is_offloaded=is_offloaded) for is_offloaded in (False, True)),
+            *settings,
+        )
     # Three ranks have even shards too, and empty ones.
     if size == 3 and name in ADAPTIVE_LAYOUTS and kind() == "cpu":
         settings = (*settings, *ADAPTIVE)
@@ -116,6 +120,7 @@ def _step(build: Callable[[], list[Sharded]], setting: Setting) -> tuple[Any, li
         settings["beta2"] = 0.9
     whole = WholeMuon(parameters, setting.comm_dtype, setting.adaptive, **settings)
     # More parts than one owner round differently; test_engine.py has those.
+    settings["offload_state"] = setting.is_offloaded
     num_owners = 8 if setting.adaptive in ("normuon", "namo") else 1
     settings["exchange"] = ExchangeSettings(comm_dtype=setting.comm_dtype, max_owners=num_owners)
     groups = [{"params": [(f"weight.{i}", x.param)], **x.keys} for i, x in enumerate(parameters)]

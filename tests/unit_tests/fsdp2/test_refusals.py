@@ -68,7 +68,6 @@ IN_BF16 = {"momentum_dtype": torch.bfloat16}
         ("expected decoupled or independent or palm with namo", {"adaptive": "namo", **L2}),
         ("momentum_dtype: expected torch.float32 with namo", {"adaptive": "namo", **IN_BF16}),
         ("exchange.newton_schulz: expected standard", {"adaptive": "namo", "exchange": GRAM}),
-        ("offload_momentum: expected False", {"adaptive": "namo", "offload_momentum": True}),
         ("newton_schulz: expected None", {"adaptive": "namo", "newton_schulz": torch.clone}),
         ("lr: expected a number, at least 0 and less than inf, got -1", {"lr": -1.0}),
         ("momentum: expected a number, at least 0 and less than 1.0, got 2.0", {"momentum": 2.0}),

@@ -93,7 +93,6 @@ class Optimizers:
             for key, whole in self.whole.state[reference].items():
                 if torch.is_tensor(whole) and whole.shape == reference.shape:
                     found = self.sharded.state[param][key]._local_tensor
-                    # Offloaded momentum is in CPU memory.
                     if not torch.equal(found.to(whole), whole[rows]):
                         different.append(f"{part.name}: {key}")
             if not torch.allclose(param._local_tensor, reference[rows], atol=atol, rtol=rtol):

@@ -97,7 +97,6 @@ def _refused_with_namo() -> list[str]:
     errors = []
     for options, exchange in (
         ({"momentum_dtype": torch.bfloat16}, {}),
-        ({"offload_momentum": True}, {}),
         ({}, {"comm_dtype": "bf16"}),
         ({}, {"newton_schulz": "gram"}),
     ):
@@ -196,7 +195,6 @@ def test_settings_of_shards_are_refused_with_namo():
     for errors in results(2)["refused"]:
         assert errors == [
             "--exp-avg-dtype: expected torch.float32",
-            "--muon-fsdp-offload-momentum: expected False",
             "--muon-fsdp-comm-dtype: expected auto or fp32",
             "--muon-fsdp-newton-schulz: expected standard",
         ]

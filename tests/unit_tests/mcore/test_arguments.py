@@ -24,16 +24,14 @@ REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--exp-avg-dtype", "fp8"), "(--exp-avg-dtype): expected fp32 or bf16, got fp8"),
     (
-        ("--optimizer", "soap", "--muon-fsdp-offload-momentum"),
-        "--muon-fsdp-offload-momentum: soap does not read it; leave it out.",
+        ("--optimizer", "soap", "--muon-fsdp-comm-dtype", "bf16"),
+        "--muon-fsdp-comm-dtype: soap does not read it; leave it out.",
     ),
-    (("--optimizer", "soap", "--muon-fsdp-comm-dtype", "bf16"), "--muon-fsdp-comm-dtype: soap"),
     (
         (*PP, "--defer-embedding-wgrad-compute", *ADAM),
         "Megatron-FSDP reduces the gradient of the output layer before it has been computed",
     ),
     # Megatron's own.
-    (("--optimizer-cpu-offload",), "The optimizer cpu offload must be used in conjunction with"),
     (("--ckpt-format", "torch_dist"), "Megatron-FSDP requires the `fsdp_dtensor` checkpointing"),
     (("--use-torch-fsdp2",), "--use-torch-fsdp2 "),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
@@ -81,7 +79,15 @@ REFUSALS = [
         ("--fp16", "--optimizer-cuda-graph"),
         "--bf16.\n  --optimizer-cuda-graph: the step checks",
     ),
-    ((*ADAM, "--qk-clip", "--optimizer-cpu-offload"), "copies on the CPU"),
+    ((*ADAM, "--optimizer-cpu-offload"), "with --optimizer adam or sgd: upstream's step copies"),
+    (("--qk-clip", "--optimizer-cpu-offload"), "accepted"),
+    (("--optimizer-cpu-offload", "--use-precision-aware-optimizer"), "accepted"),
+    (
+        ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0"),
+        "not in (0, 1]: nothing would be in CPU memory",
+    ),
+    (("--optimizer-cpu-offload", "--log-params-norm"), "the norm reads main weights between"),
+    (("--optimizer-cpu-offload", "--use-nccl-ub"), "NCCL's memory pool would keep the memory"),
     (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
     (
         ("--muon-fsdp-comm-dtype", "bf16", "--muon-fp32-matmul-prec", "high"),
@@ -102,7 +108,6 @@ OWN_FLAGS = [
     ("--muon-fsdp-cost-model", "gbps=1"),
     ("--muon-fsdp-newton-schulz", "gram"),
     ("--muon-fsdp-log-plan",),
-    ("--muon-fsdp-offload-momentum",),
     ("--muon-fsdp-log-metrics",),
     ("--muon-split-glu",),
     ("--muon-split-mla",),

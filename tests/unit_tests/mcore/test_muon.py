@@ -184,8 +184,8 @@ def _blocks(grids: Sequence[tuple[int, Grid, str]]) -> Iterator[Row]:
         yield Row(num_shards, grid, {"tp_mode": mode}, exchange, options)
 
 
-def _stored(dtype: torch.dtype, is_offloaded: bool) -> Iterator[Row]:
-    """Momentum in a dtype and memory, beside upstream's that is rounded after each step."""
+def _stored(dtype: torch.dtype) -> Iterator[Row]:
+    """Momentum in a dtype, beside upstream's that is rounded after each step."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
@@ -197,9 +197,7 @@ def _stored(dtype: torch.dtype, is_offloaded: bool) -> Iterator[Row]:
                 state["momentum_buffer"].copy_(state["momentum_buffer"].to(dtype))
 
     options = {
-        "sharded": functools.partial(
-            FSDPZeROTensorParallelMuon, momentum_dtype=dtype, offload_momentum=is_offloaded
-        ),
+        "sharded": functools.partial(FSDPZeROTensorParallelMuon, momentum_dtype=dtype),
         "whole": Rounding,
     }
     for settings, exchange in itertools.product(({}, {"nesterov": False}), (FP32, BF16)):
@@ -216,14 +214,14 @@ def _differences(rows: Any, *args: Any, **options: Any) -> list[str]:
 
 
 # Rows of the table, by number of ranks and name; rows of the whole suite apart.
-STORED = list(itertools.product((torch.bfloat16, torch.float32), (False, True)))
+STORED = torch.bfloat16, torch.float32
 FAST: dict[int, dict[str, Any]] = {
     1: {"muon": (_muon, 1)},
     2: {
         "muon": (_muon, 2),
         "adaptive": (_adaptive_rows, GRIDS[2]),
         "blocks": (_blocks, [(2, ONE, "blockwise")]),
-        **{f"stored in {dtype}, {offload}": (_stored, dtype, offload) for dtype, offload in STORED},
+        **{f"stored in {dtype}": (_stored, dtype) for dtype in STORED},
     },
     3: {
         "adaptive": (_adaptive_rows, GRIDS[3][:1]),

@@ -63,7 +63,7 @@ def two_ranks(folder):
         "soap": f"{SOAP} --save {folder}/soap",
         "soap_resumed": f"{SOAP} --load {folder}/soap --step 3",
         "options": "optimizer.muon_momentum_dtype=bf16 optimizer.muon_split_glu=true "
-        "optimizer.muon_fsdp_offload_momentum=true",
+        "optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=1.0",
         "plain": "",
         "experts": f"{EXPERTS} --save {folder}/experts",
         "experts_resumed": f"{EXPERTS} --load {folder}/experts --step 3",

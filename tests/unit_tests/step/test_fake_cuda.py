@@ -15,7 +15,6 @@ from helpers.fake_cuda import Recorder, fake_cuda
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
 from megatron_muon.step.elementwise import elementwise_bytes
-from megatron_muon.step.metrics import MetricSums
 
 SHAPES = [(256, 256)] * 4 + [(1024, 256)] * 2
 # The embedding has as many elements as the largest workspace of Newton-Schulz.
@@ -235,7 +234,7 @@ def test_nothing_is_allocated_after_ranks_agree(name):
 # Whose first step is recorded too: it makes state.
 OPTIONS: dict[str, Callable[[], Any]] = {
     "momentum in bfloat16": lambda: _muon(momentum_dtype=torch.bfloat16),
-    "momentum in CPU memory": lambda: _muon(offload_momentum=True),
+    "state in CPU memory": lambda: _muon_and("adamw", foreach=True, offload_state=True),
     "weights in bfloat16": lambda: _muon(torch.bfloat16),
     "AdamW at once": lambda: _muon_and("adamw", foreach=True),
     "AdamW one by one": lambda: _muon_and("adamw", foreach=False),
@@ -279,19 +278,3 @@ def test_weights_in_bfloat16_are_compared_in_the_first_step_alone():
         for num_compared in (len(SHAPES), 0):
             _step(recorder, optimizer)
             assert recorder.operations["aten::where"] == num_compared
-
-
-@pytest.mark.cpu_only
-def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
-    """Metrics of momentum in CPU memory wait until the device has copied it."""
-    events = []
-    with _alone(lambda: _with_metrics(offload_momentum=True)) as run:
-        stream = mock.Mock()
-        stream.synchronize = lambda: events.append("wait")
-        with (
-            mock.patch("torch.cuda.current_stream", lambda *_: stream),
-            mock.patch.object(MetricSums, "on_momentum", lambda *_: events.append("norms")),
-        ):
-            _step(*run)
-    # The second wait is for the state, at the end of the step.
-    assert events == ["wait", "norms", "wait"]
