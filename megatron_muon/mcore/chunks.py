@@ -107,10 +107,6 @@ class ShardedChunkOfV2(ShardedChunk):
         """Return False: v2 does not promise to keep its buffers."""
         return False
 
-    def main_weights(self) -> list[torch.Tensor]:
-        """Return nothing: v2's stay on the device."""
-        return []
-
     def finish_gradients(self) -> list[str]:
         """Cast gradients to the dtype of main weights; return problems as sentences."""
         problems = []

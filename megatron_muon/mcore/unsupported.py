@@ -159,6 +159,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "give 1.0, or a share of state and main weights",
     ),
     Unsupported(
+        "--optimizer-cpu-offload --megatron-fsdp-version 2",
+        lambda s: s.get("optimizer_cpu_offload") and s.get("megatron_fsdp_version") == 2,
+        "upstream's optimizer of version 2 refuses it",
+        "use version 1",
+    ),
+    Unsupported(
         "--optimizer-cpu-offload --log-params-norm",
         "optimizer_cpu_offload log_params_norm",
         "the norm reads main weights between steps, on the device",

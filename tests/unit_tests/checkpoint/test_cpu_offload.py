@@ -16,10 +16,8 @@ from helpers.toy_gpt import (
     NO_NESTEROV,
     PP,
     TP,
-    V2,
     ZERO,
     fsdp_toy_gpt,
-    needs_flags,
     slow,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -72,7 +70,6 @@ def _print_what_leaves() -> None:
         slow(4, 2, (*PP, *NORMUON, "--muon-scalar-optimizer", "lion"), id="stages_normuon_lion"),
         slow(4, 3, (*EP, *HSDP, *BF16), id="ep2_hsdp_bf16"),
         slow(4, 3, (*TP, *BF16, "--swiglu"), id="tp2_bf16_gated"),
-        pytest.param(2, 3, (*V2, *BF16), id="v2", marks=needs_flags),
     ],
 )
 def test_run_is_the_one_without_offload(world_size, zero, flags, tmp_path):

@@ -134,6 +134,7 @@ def test_unused_parameter_ends_the_first_iteration(num_samples, said):
         (2, ("--use-distributed-optimizer",), "not compatible with --use-distributed-optimizer"),
         (2, ("--data-parallel-sharding-strategy", "optim"), "requires data_parallel_sharding"),
         (2, ("--calculate-per-token-loss",), "MFSDP v2 does not currently support per-token loss"),
+        (2, ("--optimizer-cpu-offload",), "upstream's optimizer of version 2 refuses it"),
         (2, ("--fp16",), "emerging optimizers have no loss scaling"),
     ],
 )
