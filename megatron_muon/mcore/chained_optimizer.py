@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-    preprocess_state_dict_for_uneven_dtensor,
-)
+from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore.checkpoint_state import OptimizerState
@@ -290,10 +288,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         silently assumes even shards: ``torch.distributed.checkpoint`` saves them, and loads them in
         place on any number of ranks.
 
-        Communication: see ``OptimizerState.pack()``; and per tensor an all-gather of shapes as
-            objects over each axis of its mesh.
+        Communication: see ``OptimizerState.pack()``, and ``chunk_offsets.place_together()``.
         """
-        return preprocess_state_dict_for_uneven_dtensor(self.sharded_state_dict())
+        whole = self.sharded_state_dict()
+        return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill the optimizers from ``state_dict()`` of a run on the same ranks.

@@ -22,7 +22,6 @@ from megatron_muon.mcore.fsdp_model import (
     sharded_module,
     sharded_parameters,
 )
-from megatron_muon.mcore.pipeline_repairs import check_within_stage
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, own_rows
 from megatron_muon.runtime.tensors import as_shard
 
@@ -44,8 +43,6 @@ def split_every_state(
     the attribute is missing; under HFSDP it describes another buffer than the one with main weights
     and optimizer state. So it is set anew, from the latter.
 
-    Communication: as the original: one collective or more per split tensor, in the order of
-        names, the same on all ranks.
     """
     # Other trainers pass one chunk.
     located = model if isinstance(model, JoinedChunks) else JoinedChunks([model])
@@ -57,13 +54,12 @@ def split_every_state(
     whole = optimizer_state_dict["state"]
     local_names = {expert_param_local_key(name, num_experts): name for name in whole}
     split: dict[str, dict[str, Any]] = {}
-    # Sorted: Adam's state is in the order of its creation, and empty shards change that order.
-    for local, name in sorted(local_names.items()):
+    for local, name in local_names.items():
         states = whole[name]
         if bare_name(local) not in split_names:
             split[name] = states
             continue
-        kinds = sorted(k for k, value in states.items() if isinstance(value, DTensor))
+        kinds = [kind for kind, value in states.items() if isinstance(value, DTensor)]
         # State of whole matrices is on their owners.
         if not kinds:
             split[name] = states
@@ -139,12 +135,17 @@ class _MeshOfV2:
 def keep_replicas_whole(
     original: Any, local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
 ) -> DTensor:
-    """Wrap ``make_fsdp_dtensor`` of checkpoints: it assumes that all tensors are sharded."""
+    """Wrap ``make_fsdp_dtensor`` of checkpoints: it assumes that all tensors are sharded.
+
+    It checks shards by collectives for each tensor. What the checkpoint needs of them is gathered
+    for all tensors together later (chunk_offsets.py).
+    """
     if isinstance(dist_index, _MeshOfV2):
         return dist_index.dtensor(local_tensor, param.shape)
     if getattr(dist_index, _IS_REPLICATED, False):
         kwargs["is_sharded_param"] = False
-    return check_within_stage(original, local_tensor, param, dist_index, **kwargs)
+    kwargs |= {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
+    return original(local_tensor, param, dist_index=dist_index, **kwargs)
 
 
 def complete_adam_state(original: Any, self: Any, is_loading: bool = False) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from megatron_muon.mcore import (
     checkpoint_repairs,
     checkpoint_save,
     checkpoint_state,
+    chunk_offsets,
     factory,
     gradient_repairs,
     non_persistent,
@@ -216,6 +217,15 @@ PATCHES: tuple[Patch, ...] = (
         "checkpoints: interleaved stages, which have several chunks on a rank",
         checkpoint_load.keep_chunks,
         source_lines=("key = f'model{i}'",),
+    ),
+    Patch(
+        f"{_FSDP}.uneven_dtensor:preprocess_state_dict_for_uneven_dtensor",
+        "checkpoints: gather the offsets of all shards together, not of each tensor",
+        chunk_offsets.place_together,
+        source_lines=(
+            "for key_chain in sorted(visit_dtensor):",
+            "update_uneven_dtensor_chunk_metadata(dtensor)",
+        ),
     ),
     Patch(
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
