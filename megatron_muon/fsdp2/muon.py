@@ -38,7 +38,7 @@ from megatron_muon.step.elementwise import (
 )
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonStep
-from megatron_muon.step.offload import Offload
+from megatron_muon.step.offload import Offload, as_announced
 
 _REPLANNED = (
     "param_groups: expected the parameters, split_sizes, transposed and flatten of the plan, got "
@@ -258,7 +258,13 @@ class Muon(torch.optim.Optimizer):
         # torch's checkpoints make state by a step where there is none.
         if self._has_state and (self.state or not self._is_lazy):
             self._planned_step().follow_state()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        if self._offload is not None:
+            state_dict["state"] = {
+                number: {key: as_announced(value) for key, value in values.items()}
+                for number, values in state_dict["state"].items()
+            }
+        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles, until the exchange is planned."""

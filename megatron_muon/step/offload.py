@@ -3,8 +3,10 @@
 """Optimizer state, and main weights, in CPU memory between steps."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import allocating
@@ -102,6 +104,16 @@ class Offload:
         own = views[0].as_strided((num_bytes // views[0].itemsize,), (1,), 0)
         _place(views, memory.copy_(own.view(torch.uint8), non_blocking=True))
         self._away[memory.data_ptr()] = [*views], memory
+
+
+def as_announced(value: Any) -> Any:  # noqa: ANN401 - of a state
+    """Return a DTensor that announces the device where its shard is now; other values unchanged.
+
+    torch's ``full_state_dict`` moves what is in CPU memory to the mesh, and asks the DTensor.
+    """
+    if not isinstance(value, DTensor) or value.device == value._local_tensor.device:
+        return value
+    return DTensor(value._local_tensor, value._spec, requires_grad=False)
 
 
 def _place(views: Iterable[torch.Tensor], memory: torch.Tensor) -> None:

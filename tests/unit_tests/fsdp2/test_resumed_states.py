@@ -55,6 +55,8 @@ WAYS = [
     ("torch", "unnamed"),
     ("bfloat16", "bfloat16"),
     ("CPU memory", "CPU memory"),
+    ("offloaded", "one"),
+    ("one", "offloaded"),
     *((method, method) for method in METHODS),
 ]
 
@@ -90,8 +92,9 @@ def _build(kind: str, shape: list[int]) -> tuple[Any, list[Any]]:
         return _adaptive(kind, shape)
     model = mixed_model().bfloat16() if kind == "bfloat16" else mixed_model()
     model = _sharded(model, shape, kind)
-    if kind in ("one", "bfloat16", "CPU memory", "soap"):
-        more = {"optimizer_class": "soap"} if kind == "soap" else {}
+    if kind in ("one", "bfloat16", "CPU memory", "soap", "offloaded"):
+        options_of = {"soap": {"optimizer_class": "soap"}, "offloaded": {"offload_state": True}}
+        more: dict[str, Any] = options_of.get(kind, {})
         return model, [MuonAdamW.from_model(model, lr=0.1, **more)]
     by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
     for group in parameter_groups(model):
@@ -192,7 +195,7 @@ class _LateWriter(dcp.FileSystemWriter):
 
 @pytest.mark.parametrize(
     "kind",
-    ["one", *(slow(kind) for kind in ("CPU memory", "bfloat16", "normuon", "soap"))],
+    ["one", *(slow(kind) for kind in ("CPU memory", "bfloat16", "normuon", "soap", "offloaded"))],
 )
 @on_ranks(2)
 def test_asynchronous_save_of_torch_has_the_bits_of_a_save(kind, tmp_path):

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from helpers.device import device
 from helpers.fsdp2_models import copies, drawn, equal, error_of, small_model, step
 from helpers.ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_muon.fsdp2 import MuonAdamW
 from megatron_muon.step import offload
-from megatron_muon.step.offload import Offload
+from megatron_muon.step.offload import Offload, as_announced
 
 
 def _storages(*tensors: Any) -> list[StorageWeakRef]:
@@ -75,6 +77,21 @@ def test_state_that_was_removed_is_not_kept():
     (before,) = _storages(*tensors)
     own.to_cpu()
     assert before.expired() and torch.equal(tensors[0], drawn((30,), 2))
+
+
+@pytest.mark.cpu_only
+@on_ranks(1)
+def test_state_dict_announces_cpu_memory():
+    """A DTensor whose shard has moved announces where it is, or ``full_state_dict`` fails."""
+    mesh = init_device_mesh("cpu", (1,))
+    value = DTensor.from_local(torch.empty(4, 6, device="meta"), mesh, [Shard(0)])
+    assert as_announced(value) is value
+    value._local_tensor = torch.ones(4, 6)
+    assert value.device.type == "meta"
+    moved = as_announced(value)
+    assert moved.device.type == "cpu"
+    assert moved._local_tensor.data_ptr() == value._local_tensor.data_ptr()
+    assert torch.equal(moved.full_tensor(), torch.ones(4, 6))
 
 
 @on_ranks(2)
