@@ -95,6 +95,18 @@ def test_run_is_the_one_without_offload(world_size, zero, flags, tmp_path):
         assert not lines[-1].startswith("on the device: 0 ")
 
 
+@pytest.mark.slow
+def test_weights_alone_load_into_cpu_memory(tmp_path):
+    """Main weights that load without optimizer state are in CPU memory then, and are installed."""
+    flags = (*BF16, *SCHEDULE)
+    launch(2, fsdp_toy_gpt(ZERO[3], *flags, "--save", str(tmp_path))).check()
+    load = (*flags, "--load", str(tmp_path), "--ckpt-step", "3", "--no-load-optim")
+    plain, offloaded = (
+        launch(2, fsdp_toy_gpt(ZERO[3], *load, *more)).check().losses for more in ((), OFFLOAD[:1])
+    )
+    assert plain == offloaded
+
+
 def test_share_of_the_bytes_moves():
     """``--optimizer-offload-fraction`` leaves the rest on the device."""
     arguments = (
