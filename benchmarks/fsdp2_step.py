@@ -332,6 +332,8 @@ def compare(layout: str, options: argparse.Namespace, device: torch.device) -> d
     stepped: dict[str, Stepped] = {}
     for peer, build in peers.items():
         error = None
+        if dist.get_rank() == 0:
+            print(f"{layout}: {peer} steps alone", file=sys.stderr, flush=True)
         if peer in PACKAGES and not _is_there(PACKAGES[peer]):
             error = "not installed"
         else:
@@ -345,7 +347,9 @@ def compare(layout: str, options: argparse.Namespace, device: torch.device) -> d
         # All others are held against them.
         raise RuntimeError(f"{layout}: expected a step of {missing}, got {rows}")
     seconds: dict[str, list[float]] = {peer: [] for peer in stepped}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
+        if dist.get_rank() == 0:
+            print(f"{layout}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
         for peer, steps in stepped.items():
             steps.set_gradients()
             seconds[peer].append(step_seconds(steps.optimizer.step))
@@ -408,20 +412,23 @@ def main() -> int:
     ranks = dist.get_world_size()
     if ranks % 2 or options.hidden % ranks:
         parser.error(f"expected an even number of ranks that divides --hidden, got {ranks}")
-    layouts = {layout: compare(layout, options, device) for layout in options.layouts}
-    if dist.get_rank() == 0:
-        setup = setup_of(options, "hidden", "layers", "rounds")
+    setup = setup_of(options, "hidden", "layers", "rounds")
+    is_first = dist.get_rank() == 0
+    if is_first:
         print(", ".join(f"{key} {value}" for key, value in setup.items()))
         print(
             "| layout | peer | step ms | / AdamW | / ours | calls | kB a rank | update "
             "| kept MB, fullest | kept MB, all |"
         )
-        print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-        for layout, rows in layouts.items():
-            print(*_lines(layout, rows), sep="\n")
-        if options.json is not None:
-            data = {"setup": setup, "layouts": layouts}
-            options.json.write_text(json.dumps(data, indent=1) + "\n")
+        print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    layouts = {}
+    for layout in options.layouts:
+        layouts[layout] = compare(layout, options, device)
+        if is_first:
+            print(*_lines(layout, layouts[layout]), sep="\n", flush=True)
+    if is_first and options.json is not None:
+        data = {"setup": setup, "layouts": layouts}
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     dist.barrier()
     return 0
 

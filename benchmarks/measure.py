@@ -140,6 +140,8 @@ def _bytes_sent(kind: str, given: Mapping[str, Any]) -> float:
         return num_bytes * (size - 1)
     if kind == "allreduce":
         return num_bytes * 2 * (size - 1) / size
+    if kind == "alltoall":
+        return num_bytes - given["input_tensors"][rank].nbytes
     if kind in ("alltoallbase", "alltoallsingle"):
         splits = given["input_split_sizes"]
         stays = splits[rank] / max(1, sum(splits)) if splits else 1 / size
