@@ -7,6 +7,7 @@ them is not, so the norm that clipping needs also finds NaN and Inf, without a s
 Transformer Engine it stays on the device, and clipping is launched before the host reads the flag.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from megatron_muon.mcore.fsdp_model import FSDPModel, current_device
 from megatron_muon.mcore.metrics_log import MetricsLog
 from megatron_muon.mcore.muon import build_muon_step
 from megatron_muon.mcore.sharded_matrices import ShardedMatrices
+from megatron_muon.mcore.torch_fsdp2 import is_torch_fsdp2
 from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fails
@@ -87,6 +89,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     ) -> None:
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
+        self._is_of_fsdp2 = is_torch_fsdp2(model_chunks[0])
         self._fqns: Mapping[Any, str] = fqns
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
@@ -256,7 +259,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self._is_changing = False
         for chunk in self._chunks:
             chunk.install_weights()
-        for model_chunk in self.model_chunks:
+        for model_chunk in self.model_chunks if not self._is_of_fsdp2 else ():
             model_chunk.start_param_sync()
         if self.metrics_log is not None:
             self.metrics_log.write()
@@ -281,7 +284,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             chunk.update_compute_weights()
         self._offload.to_cpu()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name, for any trainer.
 
         The tensors belong to the optimizers, and carry their row offsets, without which torch
@@ -291,7 +294,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Communication: see ``OptimizerState.pack()``, and ``chunk_offsets.place_together()``.
         """
         whole = self.sharded_state_dict()
-        return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(whole)
+        if not self._is_of_fsdp2:
+            return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(whole)
+        return copy.deepcopy(whole) if is_loading else whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill the optimizers from ``state_dict()`` of a run on the same ranks.

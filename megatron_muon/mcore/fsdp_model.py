@@ -17,7 +17,8 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, unsharded_of
+from megatron_muon.mcore.torch_fsdp2 import is_torch_fsdp2
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1, is_of_fsdp_v2, unsharded_of
 
 # Megatron's wrapper: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
 type FSDPModel = Any
@@ -55,7 +56,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
             was wrapped before ``enable()``, and its gradients will be scaled wrongly.
     """
     for index, chunk in enumerate(model_chunks):
-        if not is_wrapped(chunk):
+        if not (is_wrapped(chunk) or is_torch_fsdp2(chunk)):
             raise TypeError(
                 f"model_chunks[{index}]: expected megatron.core.distributed.fsdp."
                 f"mcore_fsdp_adapter.FullyShardedDataParallel, got {type(chunk).__name__}. "
@@ -68,7 +69,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
                     f"{name}: expected a DTensor, got {type(param).__name__}. Build the optimizer "
                     "before the first forward pass."
                 )
-        if not is_v2(chunk) and _has_unrepaired_gradients(chunk):
+        if not (is_v2(chunk) or is_torch_fsdp2(chunk)) and _has_unrepaired_gradients(chunk):
             raise ValueError(
                 f"model_chunks[{index}]: expected a model that was wrapped in Megatron-FSDP after "
                 "megatron_muon.enable(), which repairs its gradients, got one that was wrapped "
@@ -114,6 +115,9 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
         for name, value in vars(unsharded_of(param)).items():
             if not name.startswith("_"):
                 setattr(param, name, value)
+        mark(param)
+        return
+    if not is_of_fsdp_v1(param):
         mark(param)
         return
     copy_optimizer_param_metadata(param, param.orig_param)
@@ -173,6 +177,8 @@ def grad_stats_group(
     Raises:
         RuntimeError: HFSDP does not span all ranks of the job.
     """
+    if is_torch_fsdp2(chunk):
+        return groups.dp_cp
     if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":
         return groups.tp_ep_pp if is_expert else groups.mp
     if not is_sharded_over_instances(chunk):
