@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse settings that cannot work under Megatron-FSDP, or without it.
+    """Refuse settings that cannot work under Megatron-FSDP or FSDP2, or without them.
 
     Args:
         args: The parsed command line, before Megatron validates it.
@@ -116,7 +116,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def adapt_arguments(args: argparse.Namespace) -> None:
-    """Set flags that have another meaning under Megatron-FSDP.
+    """Set flags that have another meaning under Megatron-FSDP or FSDP2.
 
     ``dist_muon`` is Muon with the layer-wise optimizer; Megatron-FSDP has already sharded its rows.
     With pipeline stages ``--no-align-grad-reduce`` is set: without it Megatron runs the last
@@ -159,10 +159,10 @@ def add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.Ar
 
 
 def validate(original: Any, args: argparse.Namespace, *defaults: Any, **more_defaults: Any) -> Any:
-    """Wrap ``validate_args`` to accept Muon with Megatron-FSDP and to refuse other settings.
+    """Wrap ``validate_args`` to accept Muon with sharded models and to refuse other settings.
 
-    The original asserts that Megatron-FSDP runs with adam or sgd, so it sees ``adam``. Its other
-    checks of Megatron-FSDP stay in force.
+    The original asserts that they are trained with adam or sgd, so it sees ``adam``. Its other
+    checks of them stay in force.
     """
     adapt_arguments(args)
     check_arguments(args)

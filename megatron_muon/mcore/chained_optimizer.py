@@ -35,7 +35,7 @@ from megatron_muon.step.offload import Offload
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
-    """Step the optimizers of a Megatron-FSDP model together.
+    """Step the optimizers of a model of Megatron-FSDP or FSDP2 together.
 
     A step::
 
@@ -50,13 +50,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     State and main weights that are in CPU memory between steps are on the device meanwhile.
     The last two run once. ``step_with_ready_grads`` of a child would run them after its own step,
     and gather weights that the next child has not updated yet. Megatron-FSDP v2 does the first and
-    the last by itself, and refreshes compute weights in place of installing them.
+    the last by itself, and refreshes compute weights in place of installing them. FSDP2 does all
+    three.
 
     Optimizer state exists for every parameter on every rank from construction.
 
     Args:
         chained_optimizers: Wrapped Muon and scalar optimizers over the same model chunks.
-        model_chunks: The Megatron-FSDP model.
+        model_chunks: The model.
         fqns: Names of the parameters, for errors.
         exchange: How Muon's matrices are exchanged; None for the defaults.
         log_metrics: Whether metrics are written to the writers of a trainer.
@@ -290,6 +291,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         The tensors belong to the optimizers, and carry their row offsets, without which torch
         silently assumes even shards: ``torch.distributed.checkpoint`` saves them, and loads them in
         place on any number of ranks.
+
+        Args:
+            is_loading: Whether a trainer loads into the result; under FSDP2 it then is a copy.
+                Megatron's also loads state that ``load_state_dict()`` is not given.
 
         Communication: see ``OptimizerState.pack()``, and ``chunk_offsets.place_together()``.
         """

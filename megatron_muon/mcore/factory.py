@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Build the optimizer of a Megatron-FSDP model that ``OptimizerConfig.optimizer`` asks for."""
+"""Build the optimizer of a sharded model that ``OptimizerConfig.optimizer`` asks for."""
 
 import copy
 import inspect
@@ -69,7 +69,7 @@ def build_megatron_fsdp_emerging_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> FSDPMuonChainedOptimizer:
-    """Build Muon, or another optimizer of matrices, over the parameters of a Megatron-FSDP model.
+    """Build Muon, or another optimizer of matrices, over the parameters of a sharded model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
     layer and tensors that are not 2-D to ``config.muon_scalar_optimizer`` (to Adam, beside another
@@ -80,7 +80,8 @@ def build_megatron_fsdp_emerging_optimizer(
             ``muon_momentum`` is 0.95 by default, Megatron's flag ``--muon-momentum`` 0.9. The
             optimizer ``dist_muon`` becomes ``muon``. Attributes with the names of ``MuonOptions``
             are read, which trainers set by flags or YAML, and a script like any attribute.
-        model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
+        model_chunks: Model chunks wrapped by Megatron-FSDP, or by Megatron in PyTorch's FSDP2; not
+            run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
@@ -91,7 +92,7 @@ def build_megatron_fsdp_emerging_optimizer(
     Raises:
         ValueError: A setting is refused, or the model was run forward or wrapped before
             ``enable()``.
-        TypeError: A model chunk is not wrapped by Megatron-FSDP.
+        TypeError: A model chunk is not wrapped so.
         RuntimeError: On all ranks: a shard is not as Megatron-FSDP makes it, ranks disagree about
             the parameters, or one of them chooses kernels by timing or has no memory for the
             exchange.
@@ -149,7 +150,7 @@ def build_megatron_fsdp_emerging_optimizer(
 def choose_builder(
     original: Any, config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for sharded models."""
     is_ours = any(is_wrapped(c) or is_v2(c) or is_torch_fsdp2(c) for c in model_chunks)
     build = build_megatron_fsdp_emerging_optimizer if is_ours else original
     return build(config, model_chunks, *args, **kwargs)
@@ -292,7 +293,7 @@ def _log_routing(config: OptimizerConfig, param_groups: Mapping[tuple[str, bool]
         f"{'expert' if is_expert else 'dense'} parameters"
         for (name, is_expert), groups in param_groups.items()
     ]
-    text = "%s under Megatron-FSDP, this rank's model-parallel part: %s"
+    text = "%s, this rank's model-parallel part: %s"
     log_single_rank(logger, logging.INFO, text, config.optimizer, ", ".join(parts))
     if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
         log_single_rank(

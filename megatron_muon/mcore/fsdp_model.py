@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parameters and groups of a Megatron-FSDP model, in both versions.
+"""Read the parameters and groups of a model of Megatron-FSDP, in both versions, or FSDP2.
 
 Of v2 only placements and attributes are read. In Megatron-LM main of 2026-08-22 upstream's wrapper
 has ZeRO-3 on one axis, with expert parallelism.
@@ -52,8 +52,9 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
     Raises:
         TypeError: A chunk is not a ``FullyShardedDataParallel``, such as a model that a script
             passed to Megatron-FSDP v2 itself.
-        ValueError: A chunk has run a forward pass, so that its parameters are the raw ones; or it
-            was wrapped before ``enable()``, and its gradients will be scaled wrongly.
+        ValueError: A chunk has run a forward pass, so that its parameters are the raw ones; it was
+            wrapped before ``enable()``, and its gradients will be scaled wrongly; or FSDP2 shards
+            other weights than main weights.
     """
     for index, chunk in enumerate(model_chunks):
         if not (is_wrapped(chunk) or is_torch_fsdp2(chunk)):
@@ -68,6 +69,11 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
                 raise ValueError(
                     f"{name}: expected a DTensor, got {type(param).__name__}. Build the optimizer "
                     "before the first forward pass."
+                )
+            if is_torch_fsdp2(chunk) and param.dtype != torch.float32:
+                raise ValueError(
+                    f"{name}: expected float32 shards, got {param.dtype}. Train in float32, or "
+                    "with Megatron-LM's trainer, where modules gather float32 shards in bfloat16."
                 )
         if not (is_v2(chunk) or is_torch_fsdp2(chunk)) and _has_unrepaired_gradients(chunk):
             raise ValueError(

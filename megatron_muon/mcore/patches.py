@@ -36,7 +36,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.arguments:validate_args",
-        "accept --optimizer muon --use-megatron-fsdp, refuse what cannot work with it",
+        "accept --optimizer muon under FSDP, refuse what cannot work with it",
         arguments.validate,
     ),
     Patch(
@@ -47,7 +47,7 @@ PATCHES: tuple[Patch, ...] = (
     # Looked up by its module's global name at each call, so replacing the attribute is enough.
     Patch(
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
-        "build Muon over row shards for Megatron-FSDP models; under DDP, honour flags for blocks",
+        "build Muon over row shards for sharded models; under DDP, honour flags for blocks",
         factory.choose_builder,
         source_lines=(
             "config_overrides.update(default_param_overrides)",
