@@ -261,7 +261,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "--use-torch-fsdp2 --ckpt-format torch_dist",
         lambda s: s.get("use_torch_fsdp2") and s.get("ckpt_format") == "torch_dist",
-        "upstream finds optimizer state by its shards, of which torch 2.15 returns copies",
+        "it holds ShardedTensors, and the state of this optimizer is DTensors",
         "use --ckpt-format torch_dcp",
     ),
     Unsupported(

@@ -101,7 +101,7 @@ REFUSALS = [
     ((*FSDP2, "--muon-split-glu", "--async-save"), "accepted"),
     (
         (*FSDP2, "--ckpt-format", "torch_dist"),
-        "--use-torch-fsdp2 cannot run with:\n  --use-torch-fsdp2 --ckpt-format torch_dist: ups",
+        "--use-torch-fsdp2 cannot run with:\n  --use-torch-fsdp2 --ckpt-format torch_dist: it ",
     ),
     ((*FSDP2, *TP), "--use-torch-fsdp2 with tensor parallelism: a checkpoint would keep the shar"),
     ((*FSDP2, "--qk-clip"), "--use-torch-fsdp2 --qk-clip: upstream clips whole weights; drop it"),
