@@ -271,6 +271,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop it, or use --use-megatron-fsdp",
     ),
     Unsupported(
+        "--use-torch-fsdp2 --optimizer-cpu-offload",
+        "use_torch_fsdp2 optimizer_cpu_offload",
+        "modules gather main weights, and need them on the device",
+        "drop it",
+    ),
+    Unsupported(
         "--use-torch-fsdp2 --calculate-per-token-loss",
         "use_torch_fsdp2 calculate_per_token_loss",
         "upstream does not divide gradients by the number of tokens",

@@ -105,6 +105,7 @@ REFUSALS = [
     ),
     ((*FSDP2, *TP), "--use-torch-fsdp2 with tensor parallelism: a checkpoint would keep the shar"),
     ((*FSDP2, "--qk-clip"), "--use-torch-fsdp2 --qk-clip: upstream clips whole weights; drop it"),
+    ((*FSDP2, "--optimizer-cpu-offload"), "modules gather main weights, and need them on the dev"),
     ((*FSDP2, "--calculate-per-token-loss"), "does not divide gradients by the number of tokens"),
     ((*FSDP2, "--fp16"), "emerging optimizers have no loss scaling"),
     # Adam is upstream's there.
