@@ -10,6 +10,7 @@ Files, each importing only those above it::
     patching            verifies, applies and reverts patches
     relied_on           symbols that are relied on and not replaced
     unsupported         refused settings, with reasons
+    torch_fsdp2         models that Megatron shards by PyTorch's FSDP2
     fsdp_model          reads the parameters and groups of a model
     sharded_matrices    base of optimizers of matrices; SOAP and others
     muon                FSDPZeROTensorParallelMuon, and the step of all of them

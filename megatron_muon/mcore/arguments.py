@@ -13,6 +13,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
+from megatron_muon.mcore.torch_fsdp2 import is_ours
 from megatron_muon.mcore.unsupported import (
     ELEMENTWISE_OPTIMIZERS,
     FSDP_UNSUPPORTED,
@@ -77,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse settings that cannot work under Megatron-FSDP, or without it.
+    """Refuse settings that cannot work under Megatron-FSDP or FSDP2, or without them.
 
     Args:
         args: The parsed command line, before Megatron validates it.
@@ -88,7 +89,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if getattr(args, "megatron_fsdp_version", 1) == 2 and PATCHED.v2_problems:
         raise IncompatibleMegatronError(PATCHED.v2_problems)
-    if not args.use_megatron_fsdp or args.optimizer in ELEMENTWISE_OPTIMIZERS:
+    if not is_ours(args) or args.optimizer in ELEMENTWISE_OPTIMIZERS:
         for flag, settings in _FLAGS.items():
             name, default = flag[2:].replace("-", "_"), settings["default"]
             # Megatron reads fields of its configuration itself.
@@ -97,7 +98,7 @@ def check_arguments(args: argparse.Namespace) -> None:
                     f"{flag}: expected --use-megatron-fsdp with --optimizer muon or adaptive_muon, "
                     f"got --optimizer {args.optimizer}. Leave the flag out."
                 )
-    if not args.use_megatron_fsdp:
+    if not is_ours(args):
         return
     if args.optimizer in ("adam", "sgd"):
         raise_where_refused(vars(args), FSDP_UNSUPPORTED)
@@ -115,7 +116,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def adapt_arguments(args: argparse.Namespace) -> None:
-    """Set flags that have another meaning under Megatron-FSDP.
+    """Set flags that have another meaning under Megatron-FSDP or FSDP2.
 
     ``dist_muon`` is Muon with the layer-wise optimizer; Megatron-FSDP has already sharded its rows.
     With pipeline stages ``--no-align-grad-reduce`` is set: without it Megatron runs the last
@@ -125,7 +126,7 @@ def adapt_arguments(args: argparse.Namespace) -> None:
     Upstream turns ``--async-save`` off without a worker process, and asserts a package unless the
     strategy is mcore. Saves of Megatron-FSDP need neither (async_save.py).
     """
-    if not args.use_megatron_fsdp:
+    if not is_ours(args):
         return
     if args.optimizer == "dist_muon":
         args.optimizer = "muon"
@@ -158,14 +159,14 @@ def add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.Ar
 
 
 def validate(original: Any, args: argparse.Namespace, *defaults: Any, **more_defaults: Any) -> Any:
-    """Wrap ``validate_args`` to accept Muon with Megatron-FSDP and to refuse other settings.
+    """Wrap ``validate_args`` to accept Muon with sharded models and to refuse other settings.
 
-    The original asserts that Megatron-FSDP runs with adam or sgd, so it sees ``adam``. Its other
-    checks of Megatron-FSDP stay in force.
+    The original asserts that they are trained with adam or sgd, so it sees ``adam``. Its other
+    checks of them stay in force.
     """
     adapt_arguments(args)
     check_arguments(args)
-    if not args.use_megatron_fsdp:
+    if not is_ours(args):
         return original(args, *defaults, **more_defaults)
     requested = args.optimizer
     if requested not in ("adam", "sgd"):

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies import async_utils
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_muon.mcore.checkpoint_save import ReplacingFileSystemWriter
+from megatron_muon.mcore.torch_fsdp2 import is_ours
 
 
 class AsyncWriter(ReplacingFileSystemWriter):
@@ -122,7 +123,7 @@ def write_by_thread(original: Any, strategy: str = "nvrx", module: str | None = 
     """
     from megatron.training.global_vars import get_args
 
-    if module or not get_args().use_megatron_fsdp:
+    if module or not is_ours(get_args()):
         return original(strategy, module)
     return strategy, {
         "AsyncCallsQueue": _Queue,

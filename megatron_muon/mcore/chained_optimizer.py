@@ -7,6 +7,7 @@ them is not, so the norm that clipping needs also finds NaN and Inf, without a s
 Transformer Engine it stays on the device, and clipping is launched before the host reads the flag.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from megatron_muon.mcore.fsdp_model import FSDPModel, current_device
 from megatron_muon.mcore.metrics_log import MetricsLog
 from megatron_muon.mcore.muon import build_muon_step
 from megatron_muon.mcore.sharded_matrices import ShardedMatrices
+from megatron_muon.mcore.torch_fsdp2 import is_torch_fsdp2
 from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fails
@@ -33,7 +35,7 @@ from megatron_muon.step.offload import Offload
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
-    """Step the optimizers of a Megatron-FSDP model together.
+    """Step the optimizers of a model of Megatron-FSDP or FSDP2 together.
 
     A step::
 
@@ -48,13 +50,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     State and main weights that are in CPU memory between steps are on the device meanwhile.
     The last two run once. ``step_with_ready_grads`` of a child would run them after its own step,
     and gather weights that the next child has not updated yet. Megatron-FSDP v2 does the first and
-    the last by itself, and refreshes compute weights in place of installing them.
+    the last by itself, and refreshes compute weights in place of installing them. FSDP2 does all
+    three.
 
     Optimizer state exists for every parameter on every rank from construction.
 
     Args:
         chained_optimizers: Wrapped Muon and scalar optimizers over the same model chunks.
-        model_chunks: The Megatron-FSDP model.
+        model_chunks: The model.
         fqns: Names of the parameters, for errors.
         exchange: How Muon's matrices are exchanged; None for the defaults.
         log_metrics: Whether metrics are written to the writers of a trainer.
@@ -87,6 +90,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     ) -> None:
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
+        self._is_of_fsdp2 = is_torch_fsdp2(model_chunks[0])
         self._fqns: Mapping[Any, str] = fqns
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
@@ -256,7 +260,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self._is_changing = False
         for chunk in self._chunks:
             chunk.install_weights()
-        for model_chunk in self.model_chunks:
+        for model_chunk in self.model_chunks if not self._is_of_fsdp2 else ():
             model_chunk.start_param_sync()
         if self.metrics_log is not None:
             self.metrics_log.write()
@@ -281,17 +285,23 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             chunk.update_compute_weights()
         self._offload.to_cpu()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name, for any trainer.
 
         The tensors belong to the optimizers, and carry their row offsets, without which torch
         silently assumes even shards: ``torch.distributed.checkpoint`` saves them, and loads them in
         place on any number of ranks.
 
+        Args:
+            is_loading: Whether a trainer loads into the result; under FSDP2 it then is a copy.
+                Megatron's also loads state that ``load_state_dict()`` is not given.
+
         Communication: see ``OptimizerState.pack()``, and ``chunk_offsets.place_together()``.
         """
         whole = self.sharded_state_dict()
-        return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(whole)
+        if not self._is_of_fsdp2:
+            return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(whole)
+        return copy.deepcopy(whole) if is_loading else whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill the optimizers from ``state_dict()`` of a run on the same ranks.

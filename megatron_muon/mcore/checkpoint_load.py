@@ -37,6 +37,7 @@ from megatron_muon.mcore.checkpoint_reading import StoredCheckpoint, read_checkp
 from megatron_muon.mcore.checkpoint_repairs import JoinedChunks
 from megatron_muon.mcore.checkpoint_state import describe_differences, rename_layers
 from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_copy, is_v2
+from megatron_muon.mcore.torch_fsdp2 import is_ours
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def find_before_loading(
     """
     load = functools.partial(original, load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
     # Upstream checks the formats of other strategies.
-    if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
+    if load_dir is None or not is_ours(args):
         return load()
     # load_checkpoint calls this first with rank0, for the arguments of the saved run.
     checkpoint = find_together(lambda: _locate(Path(load_dir), args.ckpt_step))
@@ -105,6 +106,21 @@ def find_before_loading(
         return load()
     if sharded_state_dict is None or is_translated:
         return _load(load, checkpoint)
+    if args.use_megatron_fsdp:
+        comparison = _comparison(original, load_dir, args, checkpoint)
+        result = load_compared(load, sharded_state_dict, comparison)
+    else:
+        # Of FSDP2's shards torch itself refuses other names and shapes.
+        result = _load(load, checkpoint)
+    if args.log_interval == 1:
+        log_single_rank(logger, logging.INFO, _MEAN_OF_TWO, checkpoint.folder)
+    return result
+
+
+def _comparison(
+    original: Any, load_dir: str, args: Any, checkpoint: StoredCheckpoint
+) -> Comparison:
+    """Return the comparison of a checkpoint with the run of a command line."""
     # The saved flags are read for checkpoints of tied models with a copy alone.
     is_tied = not args.untie_embeddings_and_output_weights and any(
         _OUTPUT_LAYER in key for key in checkpoint.tensors
@@ -112,7 +128,7 @@ def find_before_loading(
     if is_tied:
         saved = original(load_dir, args, rank0=True)[0]["args"]
         is_tied = not saved.untie_embeddings_and_output_weights
-    comparison = Comparison(
+    return Comparison(
         checkpoint,
         ("model", "optimizer") if args.strict_fsdp_dtensor_load else (),
         f"Load {checkpoint.folder} with the model and the optimizer that saved it. If only the "
@@ -120,10 +136,6 @@ def find_before_loading(
         f"weights and starts momentum at zero. {_NOTHING_LOADED}",
         is_tied,
     )
-    result = load_compared(load, sharded_state_dict, comparison)
-    if args.log_interval == 1:
-        log_single_rank(logger, logging.INFO, _MEAN_OF_TWO, checkpoint.folder)
-    return result
 
 
 def find_together(find: Callable[[], StoredCheckpoint | None]) -> StoredCheckpoint | None:

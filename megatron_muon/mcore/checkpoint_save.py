@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
 from megatron_muon.mcore.checkpoint_folders import METADATA, TRACKER
 from megatron_muon.mcore.patching import Patch, replaced
+from megatron_muon.mcore.torch_fsdp2 import is_ours
 
 
 class _FileSystem(FileSystem):
@@ -90,7 +91,7 @@ def save_after_earlier(original: Any, *args: Any, **kwargs: Any) -> Any:
     from megatron.training.async_utils import maybe_finalize_async_save
     from megatron.training.global_vars import get_args
 
-    if get_args().use_megatron_fsdp:
+    if is_ours(get_args()):
         maybe_finalize_async_save(blocking=True)
     return replace_in_one_step(original, *args, **kwargs)
 

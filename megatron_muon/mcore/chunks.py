@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of a step on a model chunk, in both versions of Megatron-FSDP."""
+"""Operations of a step on a model chunk, in both versions of Megatron-FSDP, and in FSDP2."""
 
 from typing import Any
 
@@ -14,13 +14,15 @@ from megatron_muon.mcore.fsdp_model import (
 )
 from megatron_muon.mcore.gradient_repairs import take_outer_reductions
 from megatron_muon.mcore.qk_clip import clip_row_shards
-from megatron_muon.rows.megatron_fsdp import place_of
+from megatron_muon.mcore.torch_fsdp2 import is_torch_fsdp2
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, place_of
 from megatron_muon.runtime.tensors import local_tensor
 
 
 def sharded_chunk(chunk: FSDPModel) -> "ShardedChunk":
     """Return the operations of a step on a wrapped chunk."""
-    return ShardedChunkOfV2(chunk) if is_v2(chunk) else ShardedChunk(chunk)
+    reduces = is_v2(chunk) or is_torch_fsdp2(chunk)
+    return ReducedChunk(chunk) if reduces else ShardedChunk(chunk)
 
 
 class ShardedChunk:
@@ -90,8 +92,8 @@ class ShardedChunk:
         take_outer_reductions(self._chunk)
 
 
-class ShardedChunkOfV2(ShardedChunk):
-    """A chunk of Megatron-FSDP v2, which reduces gradients in the backward pass.
+class ReducedChunk(ShardedChunk):
+    """A chunk of Megatron-FSDP v2 or FSDP2, which reduce gradients in the backward pass.
 
     Args:
         chunk: The wrapped chunk.
@@ -101,10 +103,12 @@ class ShardedChunkOfV2(ShardedChunk):
         super().__init__(chunk)
         # Modules hold other parameters while they compute.
         self._params = dict(named_optimizer_parameters([chunk]))
-        self._groups = dict.fromkeys(place_of(param)[0] for param in self._params.values())
+        of_v2 = filter(is_of_fsdp_v2, self._params.values())
+        # Of FSDP2 none: modules round the main weights when they gather them.
+        self._groups = dict.fromkeys(place_of(param)[0] for param in of_v2)
 
     def gradients_stay(self) -> bool:
-        """Return False: v2 does not promise to keep its buffers."""
+        """Return False: neither promises to keep its buffers."""
         return False
 
     def finish_gradients(self) -> list[str]:

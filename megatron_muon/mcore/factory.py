@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Build the optimizer of a Megatron-FSDP model that ``OptimizerConfig.optimizer`` asks for."""
+"""Build the optimizer of a sharded model that ``OptimizerConfig.optimizer`` asks for."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
     _default_adam_based_eopt_config_to_kwargs,
 )
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
@@ -39,6 +39,7 @@ from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
 from megatron_muon.mcore.sharded_matrices import FSDPWholeMatrixOptimizer, ShardedMatrices, entry_of
 from megatron_muon.mcore.splits import routing_rule, tag_blocks
+from megatron_muon.mcore.torch_fsdp2 import is_torch_fsdp2
 from megatron_muon.mcore.unsupported import MUON_OPTIMIZERS, raise_where_refused
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.plan.layout import Splits
@@ -68,7 +69,7 @@ def build_megatron_fsdp_emerging_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> FSDPMuonChainedOptimizer:
-    """Build Muon, or another optimizer of matrices, over the parameters of a Megatron-FSDP model.
+    """Build Muon, or another optimizer of matrices, over the parameters of a sharded model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
     layer and tensors that are not 2-D to ``config.muon_scalar_optimizer`` (to Adam, beside another
@@ -79,7 +80,8 @@ def build_megatron_fsdp_emerging_optimizer(
             ``muon_momentum`` is 0.95 by default, Megatron's flag ``--muon-momentum`` 0.9. The
             optimizer ``dist_muon`` becomes ``muon``. Attributes with the names of ``MuonOptions``
             are read, which trainers set by flags or YAML, and a script like any attribute.
-        model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
+        model_chunks: Model chunks wrapped by Megatron-FSDP, or by Megatron in PyTorch's FSDP2; not
+            run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
@@ -90,7 +92,7 @@ def build_megatron_fsdp_emerging_optimizer(
     Raises:
         ValueError: A setting is refused, or the model was run forward or wrapped before
             ``enable()``.
-        TypeError: A model chunk is not wrapped by Megatron-FSDP.
+        TypeError: A model chunk is not wrapped so.
         RuntimeError: On all ranks: a shard is not as Megatron-FSDP makes it, ranks disagree about
             the parameters, or one of them chooses kernels by timing or has no memory for the
             exchange.
@@ -108,6 +110,7 @@ def build_megatron_fsdp_emerging_optimizer(
     options = MuonOptions.of(config)
     parts = (model_chunks[0].config, model_chunks[0].ddp_config, config)
     settings = {name: value for part in parts for name, value in vars(part).items()}
+    settings["use_torch_fsdp2"] = is_torch_fsdp2(model_chunks[0])
     raise_where_refused(settings, more=options.unread_by(config.optimizer))
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -147,8 +150,8 @@ def build_megatron_fsdp_emerging_optimizer(
 def choose_builder(
     original: Any, config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
-    is_ours = any(is_wrapped(chunk) or is_v2(chunk) for chunk in model_chunks)
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for sharded models."""
+    is_ours = any(is_wrapped(c) or is_v2(c) or is_torch_fsdp2(c) for c in model_chunks)
     build = build_megatron_fsdp_emerging_optimizer if is_ours else original
     return build(config, model_chunks, *args, **kwargs)
 
@@ -245,7 +248,9 @@ class _ChildBuilder:
         init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
         arguments = (inner, self.config, None, init_state, self.model_chunks)
         child: MegatronOptimizer
-        if is_v2(self.model_chunks[0]):
+        if is_torch_fsdp2(self.model_chunks[0]):
+            child = FP32Optimizer(inner, self.config, init_state)
+        elif is_v2(self.model_chunks[0]):
             # Releases lack it.
             from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 
@@ -261,8 +266,9 @@ class _ChildBuilder:
         scalar_config.optimizer = name
         # Upstream's would step copies of the parameters.
         scalar_config.optimizer_cpu_offload = False
-        # Only with it does Megatron wrap the optimizer as a DistributedOptimizer; v2 refuses it.
-        scalar_config.use_distributed_optimizer = not is_v2(self.model_chunks[0])
+        is_v1 = not (is_v2(self.model_chunks[0]) or is_torch_fsdp2(self.model_chunks[0]))
+        # Only with it does Megatron wrap the optimizer as a DistributedOptimizer; others refuse it.
+        scalar_config.use_distributed_optimizer = is_v1
         child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=scalar_config,
             model_chunks=self.model_chunks,
@@ -272,7 +278,7 @@ class _ChildBuilder:
         )
         # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
         child.config = self.config
-        if is_v2(self.model_chunks[0]) and type(child.optimizer).__name__ == "FusedAdam":
+        if not is_v1 and type(child.optimizer).__name__ == "FusedAdam":
             # Transformer Engine's may skip updates of a group that ends in an empty shard. Source:
             # issue 3207 of NVIDIA/TransformerEngine.
             for group in child.optimizer.param_groups:
@@ -287,7 +293,7 @@ def _log_routing(config: OptimizerConfig, param_groups: Mapping[tuple[str, bool]
         f"{'expert' if is_expert else 'dense'} parameters"
         for (name, is_expert), groups in param_groups.items()
     ]
-    text = "%s under Megatron-FSDP, this rank's model-parallel part: %s"
+    text = "%s, this rank's model-parallel part: %s"
     log_single_rank(logger, logging.INFO, text, config.optimizer, ", ".join(parts))
     if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
         log_single_rank(

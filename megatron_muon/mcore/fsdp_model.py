@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parameters and groups of a Megatron-FSDP model, in both versions.
+"""Read the parameters and groups of a model of Megatron-FSDP, in both versions, or FSDP2.
 
 Of v2 only placements and attributes are read. In Megatron-LM main of 2026-08-22 upstream's wrapper
 has ZeRO-3 on one axis, with expert parallelism.
@@ -17,7 +17,8 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, unsharded_of
+from megatron_muon.mcore.torch_fsdp2 import is_torch_fsdp2
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1, is_of_fsdp_v2, unsharded_of
 
 # Megatron's wrapper: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
 type FSDPModel = Any
@@ -51,11 +52,12 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
     Raises:
         TypeError: A chunk is not a ``FullyShardedDataParallel``, such as a model that a script
             passed to Megatron-FSDP v2 itself.
-        ValueError: A chunk has run a forward pass, so that its parameters are the raw ones; or it
-            was wrapped before ``enable()``, and its gradients will be scaled wrongly.
+        ValueError: A chunk has run a forward pass, so that its parameters are the raw ones; it was
+            wrapped before ``enable()``, and its gradients will be scaled wrongly; or FSDP2 shards
+            other weights than main weights.
     """
     for index, chunk in enumerate(model_chunks):
-        if not is_wrapped(chunk):
+        if not (is_wrapped(chunk) or is_torch_fsdp2(chunk)):
             raise TypeError(
                 f"model_chunks[{index}]: expected megatron.core.distributed.fsdp."
                 f"mcore_fsdp_adapter.FullyShardedDataParallel, got {type(chunk).__name__}. "
@@ -68,7 +70,12 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
                     f"{name}: expected a DTensor, got {type(param).__name__}. Build the optimizer "
                     "before the first forward pass."
                 )
-        if not is_v2(chunk) and _has_unrepaired_gradients(chunk):
+            if is_torch_fsdp2(chunk) and param.dtype != torch.float32:
+                raise ValueError(
+                    f"{name}: expected float32 shards, got {param.dtype}. Train in float32, or "
+                    "with Megatron-LM's trainer, where modules gather float32 shards in bfloat16."
+                )
+        if not (is_v2(chunk) or is_torch_fsdp2(chunk)) and _has_unrepaired_gradients(chunk):
             raise ValueError(
                 f"model_chunks[{index}]: expected a model that was wrapped in Megatron-FSDP after "
                 "megatron_muon.enable(), which repairs its gradients, got one that was wrapped "
@@ -114,6 +121,9 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
         for name, value in vars(unsharded_of(param)).items():
             if not name.startswith("_"):
                 setattr(param, name, value)
+        mark(param)
+        return
+    if not is_of_fsdp_v1(param):
         mark(param)
         return
     copy_optimizer_param_metadata(param, param.orig_param)
@@ -173,6 +183,8 @@ def grad_stats_group(
     Raises:
         RuntimeError: HFSDP does not span all ranks of the job.
     """
+    if is_torch_fsdp2(chunk):
+        return groups.dp_cp
     if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":
         return groups.tp_ep_pp if is_expert else groups.mp
     if not is_sharded_over_instances(chunk):

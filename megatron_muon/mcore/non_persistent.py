@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.mcore.checkpoint_folders import TRACKER
+from megatron_muon.mcore.torch_fsdp2 import is_ours
 
 
 def load_newer(original: Any, *values: Any, **kwargs: Any) -> Any:
@@ -25,7 +26,7 @@ def load_newer(original: Any, *values: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         args = get_args()
-    if not args.use_megatron_fsdp or args.non_persistent_ckpt_type != "global":
+    if not is_ours(args) or args.non_persistent_ckpt_type != "global":
         return original(*values, **kwargs)
     load = args.load
     others = args.non_persistent_global_ckpt_dir or (load and str(Path(load, "non_persistent")))

@@ -17,6 +17,7 @@ from megatron_muon.mcore import (
     options,
     pipeline_repairs,
     qk_clip,
+    torch_fsdp2,
 )
 from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.mcore.patching import Patch
@@ -35,7 +36,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.arguments:validate_args",
-        "accept --optimizer muon --use-megatron-fsdp, refuse what cannot work with it",
+        "accept --optimizer muon under FSDP, refuse what cannot work with it",
         arguments.validate,
     ),
     Patch(
@@ -46,7 +47,7 @@ PATCHES: tuple[Patch, ...] = (
     # Looked up by its module's global name at each call, so replacing the attribute is enough.
     Patch(
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
-        "build Muon over row shards for Megatron-FSDP models; under DDP, honour flags for blocks",
+        "build Muon over row shards for sharded models; under DDP, honour flags for blocks",
         factory.choose_builder,
         source_lines=(
             "config_overrides.update(default_param_overrides)",
@@ -123,6 +124,11 @@ PATCHES: tuple[Patch, ...] = (
         "holds nothing",
         gradient_repairs.fuse_only_into_buckets,
         source_lines=("ctx.gradient_accumulation_fusion = gradient_accumulation_fusion",),
+    ),
+    Patch(
+        "megatron.core.distributed.torch_fully_sharded_data_parallel:fully_shard",
+        "--use-torch-fsdp2: shards of a bf16 model are its float32 main weights",
+        torch_fsdp2.keep_main_weights,
     ),
     # Where a mesh of the job's ranks is made: a pipeline stage has some of them.
     *(

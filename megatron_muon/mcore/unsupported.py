@@ -251,6 +251,37 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "a Megatron-FSDP model writes no other format",
         "drop it",
     ),
+    # Megatron's assertions refuse pipeline stages, expert parallelism and tied embeddings.
+    Unsupported(
+        "--use-torch-fsdp2 with tensor parallelism",
+        lambda s: s.get("use_torch_fsdp2") and _has_several(s, "tensor_model_parallel_size"),
+        "a checkpoint would keep the shards of one tensor-parallel rank, and lose the others",
+        "use --use-megatron-fsdp",
+    ),
+    Unsupported(
+        "--use-torch-fsdp2 --ckpt-format torch_dist",
+        lambda s: s.get("use_torch_fsdp2") and s.get("ckpt_format") == "torch_dist",
+        "it holds ShardedTensors, and the state of this optimizer is DTensors",
+        "use --ckpt-format torch_dcp",
+    ),
+    Unsupported(
+        "--use-torch-fsdp2 --qk-clip",
+        "use_torch_fsdp2 qk_clip",
+        "upstream clips whole weights",
+        "drop it, or use --use-megatron-fsdp",
+    ),
+    Unsupported(
+        "--use-torch-fsdp2 --optimizer-cpu-offload",
+        "use_torch_fsdp2 optimizer_cpu_offload",
+        "modules gather main weights, and need them on the device",
+        "drop it",
+    ),
+    Unsupported(
+        "--use-torch-fsdp2 --calculate-per-token-loss",
+        "use_torch_fsdp2 calculate_per_token_loss",
+        "upstream does not divide gradients by the number of tokens",
+        "drop it",
+    ),
 )
 
 
@@ -272,7 +303,8 @@ def raise_where_refused(
         f"{row.flag}: {row.reason}; {row.instead}." for row in rows if row.is_requested(settings)
     ]
     if refusals or more:
-        head = f"--optimizer {settings.get('optimizer')} --use-megatron-fsdp cannot run with:"
+        wrapper = "torch-fsdp2" if settings.get("use_torch_fsdp2") else "megatron-fsdp"
+        head = f"--optimizer {settings.get('optimizer')} --use-{wrapper} cannot run with:"
         raise SettingsError("\n  ".join([head, *refusals, *more]))
 
 

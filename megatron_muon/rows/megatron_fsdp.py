@@ -102,7 +102,7 @@ def names_that_block_gradients(param: DTensor) -> tuple[object, list[str]]:
 
 def tensor_shard_shape(param: Any) -> torch.Size:  # noqa: ANN401 - with attributes of megatron
     """Return the shape of a parameter on its tensor-parallel rank, over all ranks of its shards."""
-    whole = param if is_of_fsdp_v2(param) else param.orig_param
+    whole = getattr(param, "orig_param", param)
     is_part = whole is not param and isinstance(whole, DTensor)
     shape: torch.Size = whole.to_local().shape if is_part else whole.shape
     return shape

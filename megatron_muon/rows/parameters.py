@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.plan.layout import Box, Ranks, holders_of_segments
 from megatron_muon.rows.megatron_fsdp import (
+    is_of_fsdp_v1,
+    is_of_fsdp_v2,
     tensor_shard_layout,
     tensor_shard_rows,
     tensor_shard_shape,
@@ -158,13 +160,15 @@ def as_dtensor(
 
 
 def tensor_shard_of(parameter: PlannedParameter) -> PlannedParameter:
-    """View the shard of a Megatron-FSDP parameter on its tensor-parallel rank.
+    """View the shard of a Megatron-FSDP parameter on its tensor-parallel rank; leave others.
 
     Raises:
         ValueError: Its buffer has another layout than expected.
     """
     param = parameter.param
     assert isinstance(param, DTensor)
+    if not (is_of_fsdp_v1(param) or is_of_fsdp_v2(param)):
+        return parameter
     (mesh, placements), shape = tensor_shard_layout(param), tensor_shard_shape(param)
     others = whole_box(shape[1:])
     boxes = {rank: (rows, *others) for rank, rows in tensor_shard_rows(param).items()}

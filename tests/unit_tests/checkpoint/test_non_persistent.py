@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.checkpoint_runs import TRACKER, loadable
 from helpers.ranks import launch
-from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt, slow
+from helpers.toy_gpt import BF16, FSDP2, ZERO, fsdp_toy_gpt, slow
 
 from megatron_muon.mcore.non_persistent import delete_untracked, keep_tracked, load_newer
 
@@ -22,13 +22,15 @@ GLOBAL = "--non-persistent-ckpt-type global --non-persistent-save-interval 1".sp
     [
         pytest.param((), id="muon"),
         slow(("--async-save", "--optimizer", "adam"), id="adam_async"),
+        slow((*FSDP2, "--async-save"), id="fsdp2_async"),
         slow(("--async-save", "--save-retain-interval", "6"), id="muon_async_retained"),
     ],
 )
 def test_run_resumes_from_the_newer_checkpoint(flags, tmp_path):
     """Upstream saves these checkpoints as fsdp_dtensor, and fails to load them as torch_dist."""
     common = [*BF16, *FLAGS, *flags, "--save", str(tmp_path)]
-    whole = [*BF16, *FLAGS, *(f for f in flags if f in ("--optimizer", "adam"))]
+    # Without the flags of saves.
+    whole = [*BF16, *FLAGS, *(flag for flag in flags if "-save" not in flag and flag != "6")]
     first = [*common, *GLOBAL, "--exit-interval", "5"]
     launch(2, fsdp_toy_gpt(ZERO[3], *first)).check()
     assert (loadable(tmp_path), loadable(tmp_path / "non_persistent")) == (3, 5)

@@ -41,6 +41,7 @@ from helpers.ranks import Run
 from helpers.toy_gpt import (
     BF16,
     EP,
+    FSDP2,
     HFSDP,
     HSDP,
     INTERLEAVED,
@@ -104,6 +105,9 @@ EP_IN_ONE = (*PP, *EP, "--moe-layer-freq", "[0,1]")
 ADAMUON_EP = (*ADAMUON, *EP, *HFSDP)
 NORMUON_TP = (*NORMUON, *TP, *DROPOUT)
 SAME_WORLD = [
+    pytest.param(2, 3, (*FSDP2, *BF16), id="fsdp2_bf16"),
+    slow(2, 3, (*FSDP2, *MOE, *NORMUON), id="fsdp2_fp32_normuon_moe"),
+    slow(3, 3, (*FSDP2, *SOAP, *BF16_ON[3], "--async-save"), id="fsdp2_async_soap"),
     slow(2, 0, (), id="zero0_fp32"),
     pytest.param(2, 1, BF16, id="zero1_bf16"),
     slow(2, 3, (*BF16, "--exp-avg-dtype", "bf16"), id="zero3_momentum_bf16"),
@@ -212,6 +216,10 @@ OTHER_WORLD = [
     slow((4, 3, (*WHOLE, *TP)), (2, 1, WHOLE), FP32_TOLERANCE, id="normuon_tp2_to_tp1"),
     slow((2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE, id="namo"),
     slow((4, 3, (*SOAP_ON_4, *HSDP)), (3, 1, SOAP_ON_3), SOAP_TOLERANCE, id="soap"),
+    slow(
+        *((3, 3, (*FSDP2, *SOAP_ON_3)), (4, 3, (*FSDP2, *SOAP_ON_4)), SOAP_TOLERANCE),
+        id="fsdp2_soap",
+    ),
     slow((2, 2, (*SOAP, *MIXED)), (4, 3, (*SOAP, *EP, *MIXED)), MOE_TOLERANCE, id="soap_ep2"),
     slow((4, 3, (*PP, *BF16)), (2, 1, BF16), BF16_TOLERANCE, id="stages_to_none"),
     slow((2, 1, BF16), (4, 3, (*PP, *BF16)), BF16_TOLERANCE, id="none_to_stages"),
@@ -237,6 +245,18 @@ OTHER_WORLD = [
     between_versions(4, (*V2, *STAGES), 4, STAGES, id="v2_stages_to_v1"),
     between_versions(4, STAGES, 4, (*V2, *STAGES), id="v2_stages_of_v1"),
 ]
+
+
+def test_weights_alone_load_under_fsdp2(saved, tmp_path):
+    """Megatron loads ``torch_dcp`` into the state of the optimizer, with --no-load-optim too."""
+    flags = (*FSDP2, *BF16)
+    _, folder = saved(2, 3, *flags)
+    resumed_run(2, folder, tmp_path / "resumed", ZERO[3], *flags, "--no-load-optim").check()
+    found, expected = gathered(tmp_path / "resumed", 2), gathered(folder, 2)
+    momentum = [name for name in found if name.endswith((".momentum_buffer", ".exp_avg"))]
+    assert momentum and not any(found[name].any() for name in momentum)
+    weights = [name for name in expected if name.endswith(".param")]
+    assert_same({n: found[n] for n in weights}, {n: expected[n] for n in weights})
 
 
 @pytest.mark.parametrize(("before", "after", "tolerance"), OTHER_WORLD)

@@ -40,6 +40,15 @@ NO_MATRIX = (*PP, "--pipeline-model-parallel-layout", "Ett|L")
 _WITHOUT = "without:"
 TIED = f"{_WITHOUT}--untie-embeddings-and-output-weights"
 NO_NESTEROV = f"{_WITHOUT}--muon-nesterov"
+# PyTorch's FSDP2 in place of Megatron-FSDP.
+FSDP2 = (
+    *(
+        f"{_WITHOUT}{flag}"
+        for flag in FSDP.split()
+        if flag.startswith("--") and "format" not in flag
+    ),
+    *"--use-torch-fsdp2 --ckpt-format torch_dcp".split(),
+)
 # Two chunks of one layer on each rank.
 INTERLEAVED = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 # Multi-latent attention, whose values are of another width than its keys; without query groups.

@@ -8,7 +8,7 @@ import types
 
 import pytest
 from helpers.ranks import launch, run_ranks
-from helpers.toy_gpt import HSDP, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import FSDP2, HSDP, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
 
 from megatron_muon.mcore.unsupported import raise_where_refused
 from megatron_muon.user_errors import SettingsError
@@ -97,6 +97,19 @@ REFUSALS = [
     (("--exp-avg-sq-dtype", "bf16"), "--exp-avg-sq-dtype other than fp32: steps read float32"),
     (("--use-precision-aware-optimizer", "--optimizer", "soap"), "keep their states in float32"),
     (("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"), "accepted"),
+    (FSDP2, "accepted, optimizer muon"),
+    ((*FSDP2, "--muon-split-glu", "--async-save"), "accepted"),
+    (
+        (*FSDP2, "--ckpt-format", "torch_dist"),
+        "--use-torch-fsdp2 cannot run with:\n  --use-torch-fsdp2 --ckpt-format torch_dist: it ",
+    ),
+    ((*FSDP2, *TP), "--use-torch-fsdp2 with tensor parallelism: a checkpoint would keep the shar"),
+    ((*FSDP2, "--qk-clip"), "--use-torch-fsdp2 --qk-clip: upstream clips whole weights; drop it"),
+    ((*FSDP2, "--optimizer-cpu-offload"), "modules gather main weights, and need them on the dev"),
+    ((*FSDP2, "--calculate-per-token-loss"), "does not divide gradients by the number of tokens"),
+    ((*FSDP2, "--fp16"), "emerging optimizers have no loss scaling"),
+    # Adam is upstream's there.
+    ((*FSDP2, *ADAM, "--muon-split-glu"), "--muon-split-glu: expected --use-megatron-fsdp with"),
     # Megatron-FSDP turns the flag on itself; it does not mean the layer-wise optimizer here.
     (("--use-distributed-optimizer",), "accepted"),
 ]

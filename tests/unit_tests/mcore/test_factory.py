@@ -83,7 +83,7 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
     assert {name} < {route[0] for route in found[0].values()}
     routers = {route[0] for key, route in found[0].items() if ".router." in key}
     assert routers <= {"AdamW" if SKIP_ROUTER in flags else name}
-    assert f"{name} under Megatron-FSDP, this rank's model-parallel part: " in text
+    assert f"{name}, this rank's model-parallel part: " in text
 
 
 def test_plan_is_logged_where_asked():

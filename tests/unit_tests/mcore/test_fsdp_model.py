@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.device import kind
 from helpers.megatron_fsdp import ShardedNet
-from helpers.ranks import cached_cases
+from helpers.ranks import cached_cases, on_ranks
 from helpers.sharded_muon import Optimizers, step_both
 from helpers.toy_fsdp import build_model, build_optimizer, run_backward
 from torch.distributed.tensor import DTensor, Partial
@@ -332,3 +332,22 @@ def test_collectives_are_those_of_the_document(layout):
         flags = [entry[1:] for entry in construction if entry[0] == "all_reduce"]
         # One is the staging memory of the fullest rank.
         assert sorted(flags) == [["int32", 1, world_size]] * 7 + [["int64", 1, world_size]]
+
+
+@on_ranks(1)
+def test_bf16_shards_of_fsdp2_are_refused():
+    """A script's bf16 model has shards without the bits of main weights; steps would be lost."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+    from torch.distributed.fsdp import fully_shard
+
+    from megatron_muon.mcore.fsdp_model import check_model_chunks
+
+    class Wrapper(TorchFullyShardedDataParallel):
+        def __init__(self, dtype: torch.dtype) -> None:
+            torch.nn.Module.__init__(self)
+            mesh = dist.init_device_mesh(kind(), (1,))
+            self.module = fully_shard(torch.nn.Linear(4, 4, dtype=dtype), mesh=mesh)
+
+    check_model_chunks([Wrapper(torch.float32)])
+    with pytest.raises(ValueError, match=r"weight: expected float32 shards, got torch\.bfloat16"):
+        check_model_chunks([Wrapper(torch.bfloat16)])

@@ -25,8 +25,10 @@ from helpers.parity import (
 )
 from helpers.ranks import launch
 from helpers.toy_gpt import (
+    BF16,
     EP,
     EXPERT_TP,
+    FSDP2,
     HFSDP,
     HSDP,
     INTERLEAVED,
@@ -34,6 +36,7 @@ from helpers.toy_gpt import (
     MOE,
     NO_MATRIX,
     NO_NESTEROV,
+    NUM_ITERATIONS,
     PP,
     TIED,
     TP,
@@ -93,6 +96,10 @@ TRAINS_LIKE_DDP = [
     row("bf16_zero2", 3, 2, setting=IN_BF16),
     # In fp32 the polynomial is the same, and its rounding no larger than that of sums.
     row("gram", 2, 3, fsdp=GRAM),
+    # PyTorch's FSDP2 has the bits of DDP, see below; here other shards, and their norms.
+    row("fsdp2", 3, 3, fsdp=FSDP2, is_slow=False),
+    row("fsdp2_experts", 2, 3, *MOE, fsdp=FSDP2),
+    row("fsdp2_glu_bf16", 4, 3, "--muon-split-glu", fsdp=FSDP2, setting=IN_BF16),
     # Pipeline stages.
     row("experts_in_one_stage_zero0_ep2", 4, 0, *EXPERTS_IN_ONE, *EP[-2:]),
     row("experts_in_one_stage", 4, 3, *EXPERTS_IN_ONE),
@@ -133,6 +140,20 @@ TRAINS_LIKE_DDP = [
 def test_trains_like_ddp(world_size, zero, setting, flags, fsdp_flags):
     """Losses and norms equal DDP's in every layout and precision, up to rounding."""
     check_trains_like_ddp(world_size, zero, setting, flags, fsdp_flags)
+
+
+@pytest.mark.parametrize("precision", [slow((), id="fp32"), pytest.param(BF16, id="bf16")])
+def test_torch_fsdp2_has_the_bits_of_ddp(precision):
+    """``--use-torch-fsdp2`` trains Muon, which upstream asserts away, with the losses of DDP.
+
+    On two ranks, whose sums have no order, and without clipping, whose norm has one.
+    """
+    flags = (*HIGH, "--clip-grad", "0", *precision)
+    run = train(2, fsdp_toy_gpt(ZERO[3], *FSDP2, *flags))
+    expected = train(2, toy_gpt(*flags))
+    assert len(run.losses) == NUM_ITERATIONS
+    assert run.losses[-1] < run.losses[0] - LEAST_GAIN
+    assert run.losses == expected.losses
 
 
 def check_flags(
