@@ -23,6 +23,7 @@ Files, each importing only those above it::
     pipeline_repairs    upstream defects of pipeline stages
     checkpoint_state    optimizer state and layers by name, as checkpoints hold them
     checkpoint_repairs  upstream defects of checkpoints
+    chunk_offsets       offsets of shards in the tensors of a checkpoint
     checkpoint_load     finds a checkpoint, and compares it with the run
     checkpoint_save     an interrupted save leaves the checkpoint before it
     async_save          a thread writes a checkpoint while training goes on

@@ -10,7 +10,8 @@ Files, each importing only those above it::
     elementwise     weight decay and momentum of a group at once, scale factors; memory of others
     lion            Lion on local rows
     dependencies    names of torch and emerging-optimizers that the step relies on
-    stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters
+    stored_state    momentum in bfloat16, and float32 copies of bfloat16 parameters
+    offload         state in CPU memory between steps
     plan_inputs     parameters that share a plan, and their process groups
     hooks           additions to a step, and their order; cautious weight decay and AdaMuon
     matrix_step     decay, momentum, exchange and update of local tensors
