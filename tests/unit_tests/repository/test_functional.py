@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import run
+import soak
 from cases import command_line, load_cases
 from helpers.commands import run_command
 from helpers.ranks import ROOT, run_ranks
@@ -136,3 +137,57 @@ def test_killed_and_stopped_saves_resume_to_the_bit():
     rows = [line for line in done.stdout.splitlines() if "killed" in line or "stopped" in line]
     assert (done.returncode, len(rows)) == (0, 8), done.stdout + done.stderr[-4000:]
     assert all(row.endswith("| equal |") for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_soak_stays_beside_ddp_after_a_restart_on_other_ranks(tmp_path):
+    """A restart on other ranks neither changes losses beyond DDP's noise, nor leaks a file."""
+    script, curves = str(ROOT / "tests" / "functional" / "soak.py"), tmp_path / "soak.json"
+    flags = ("--iterations", "24", "--ranks", "2", "3", "--output", str(curves))
+    done = run_command(sys.executable, script, *flags)
+    rows = [line for line in done.stdout.splitlines() if line.endswith(("| noise |", "| flat |"))]
+    assert (done.returncode, len(rows)) == (0, 12), done.stdout + done.stderr[-4000:]
+    plot, picture = ROOT / "scripts" / "maintainer" / "metrics_plot.py", tmp_path / "soak.svg"
+    assert run_command(sys.executable, str(plot), str(curves), str(picture)).returncode == 0
+    assert picture.read_text().count("<polyline") == 8
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_save_costs_has_a_row_per_optimizer_and_kind_of_save():
+    """A save that never completes leaves its row out."""
+    script = str(ROOT / "tests" / "functional" / "save_costs.py")
+    done = run_command(sys.executable, script, "--hidden", "64", "--layers", "1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("synchronous | ") == 4
+
+
+@pytest.mark.parametrize("key", [*soak.EQUAL, "objects", "memory"])
+def test_soak_names_what_grows(key):
+    """A file that is never closed, or a matrix in each iteration, fails the soak."""
+    step = {"objects": 50, "memory": 100 * 10_000}.get(key, 1)
+    held = [
+        {"iteration": i, **dict.fromkeys((*soak.EQUAL, "objects", "memory"), 7)}
+        for i in (100, 200, 300, 400, 500)
+    ]
+    assert soak.growing(held) == []
+    # An allocator takes memory once.
+    held[-1]["memory"] += 5_000_000
+    assert soak.growing(held) == []
+    for number, record in enumerate(held):
+        record[key] += number * step
+    assert soak.growing(held) == [key]
+
+
+@pytest.mark.parametrize(("error", "passes"), [(1e-3, True), (5e-3, False)])
+def test_soak_compares_losses_with_the_noise_of_ddp(error, passes):
+    """Losses that drift from DDP's by more than DDP's own noise fail the soak."""
+    iterations = range(1, 101)
+
+    def curves(change):
+        losses = {i: 3.0 + change * (-1) ** i for i in iterations}
+        return soak.Curves(losses, {i: losses[i] for i in (50, 100)})
+
+    unsharded = [curves(change) for change in (0.0, 2e-3, -2e-3)]
+    assert soak.judge_losses(curves(3.0 * error), unsharded, 100) == passes
