@@ -10,13 +10,12 @@ Everything runs in bf16: upstream's layer-wise optimizer fails in fp32 (megatron
 launcher: GPUs where there are any, gloo ranks else. The runs take turns, ``--passes`` times, and a
 figure is the median over passes of a run's median iteration, so that what else the machine does
 meets all of them. Times of saves and loads are Megatron's own timers, of the slowest rank; of a
-run's saves the median of all but the first. ``async_ms`` is the time for which a save with
-``--async-save`` blocks training.
+run's saves the median of all but the first (``tests/functional/save_costs.py`` has asynchronous
+saves).
 """
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -70,27 +69,18 @@ def measure_saves(options: argparse.Namespace, flags: str) -> dict[str, float]:
     last = NUM_SAVES * SAVE_INTERVAL
     with tempfile.TemporaryDirectory() as folder:
         saves = f"{flags} --save {folder} --save-interval {SAVE_INTERVAL} --exit-interval {last}"
-        async_ms = math.nan
-        if SHARDED in flags:
-            # The synchronous run replaces its checkpoints.
-            async_ms = _blocked_ms(run(options, f"{saves} --async-save", last + 1))
         saved = run(options, saves, last + 1)
         loaded = run(options, f"{flags} --load {folder}", last + 1)
         checkpoint = read_checkpoint(find_checkpoint(Path(folder)))
         files = [path for path in checkpoint.folder.iterdir() if path.is_file()]
         state = [t for k, t in checkpoint.tensors.items() if k.startswith("optimizer.state.")]
         return {
-            "save_ms": _blocked_ms(saved),
-            "async_ms": async_ms,
+            # The first save allocates.
+            "save_ms": statistics.median(list(saved.save_ms.values())[1:]),
             "load_ms": loaded.load_ms,
             "MB": sum(path.stat().st_size for path in files) / 1e6,
             "state_MB": sum(t.size.numel() * t.properties.dtype.itemsize for t in state) / 1e6,
         }
-
-
-def _blocked_ms(log: TrainingLog) -> float:
-    """Return the median time of a save; the first, which allocates, does not count."""
-    return statistics.median(list(log.save_ms.values())[1:])
 
 
 def main() -> int:
