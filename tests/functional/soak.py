@@ -56,8 +56,9 @@ SHARDED = f"{FSDP} {FP32_GRADIENTS} --data-parallel-sharding-strategy optim_grad
 
 # Root mean squares of differences over hundreds of losses of one distribution vary by less.
 MOST_NOISE = 2.0
-# Iterations of a segment after which nothing grows; counts of a short segment are settled sooner.
-WARM_UP = 100
+# Iterations of a segment after which nothing grows, at most half of it. Allocators settle for some
+# more: memory and objects are judged over this many iterations, or not at all.
+WARM_UP, LONG = 100, 300
 EQUAL = ("threads", "groups", "files")
 MOST_OBJECTS = 100
 # The smallest matrix of Muon, 64 x 64, in bf16. The median over saves counts, as allocators take
@@ -166,11 +167,14 @@ class Soak:
 def growing(held: Sequence[Mapping[str, int]]) -> list[str]:
     """Return what a rank holds more and more of."""
     found = [key for key in EQUAL if len({record[key] for record in held}) > 1]
-    # A short segment is warm-up as a whole.
-    if held[-1]["iteration"] - held[0]["iteration"] >= WARM_UP:
+    if is_long(held):
         found += ["objects"] * (held[-1]["objects"] - held[0]["objects"] > MOST_OBJECTS)
         found += ["memory"] * (bytes_per_iteration(held) > MOST_BYTES_PER_ITERATION)
     return found
+
+
+def is_long(held: Sequence[Mapping[str, int]]) -> bool:
+    return held[-1]["iteration"] - held[0]["iteration"] >= LONG
 
 
 def bytes_per_iteration(held: Sequence[Mapping[str, int]]) -> float:
@@ -236,7 +240,7 @@ def judge_resources(soak: Soak, ranks: Sequence[int]) -> bool:
             ends = [(held[0][key], held[-1][key]) for key in (*EQUAL, "objects")]
             ends.append((held[0]["memory"] // 10**6, held[-1]["memory"] // 10**6))
             cells = [str(a) if a == b else f"{a} to {b}" for a, b in ends]
-            cells.append(f"{bytes_per_iteration(held):.0f}")
+            cells.append(f"{bytes_per_iteration(held):.0f}" if is_long(held) else "not judged")
             cells.append(f"GROWS: {', '.join(found)}" if found else "flat")
             print(f"| {number + 1} | {rank} of {num_ranks} | {' | '.join(cells)} |")
     return all(verdicts)
