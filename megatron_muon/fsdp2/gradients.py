@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of ranks before a step: gradients are finite, and present on all ranks or on none."""
+"""Agreement of ranks before a step: on gradients, fresh state and values of parameter groups."""
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from megatron_muon.runtime.agreement import (
     gather_objects,
     own_rank,
     raise_where_any_rank_fails,
+    signed_checksum,
 )
 from megatron_muon.runtime.tensors import NotFinite, find_not_finite, local_tensor, sharding_of
 from megatron_muon.step.plan_inputs import PlanInputs
@@ -71,11 +74,13 @@ class _Flags(NamedTuple):
     """Counts that ranks have reduced in a step, and this rank's contribution.
 
     Args:
-        counts: Number of problems; number of parameters without a gradient or with fresh state.
+        counts: Number of problems; number of parameters without a gradient or with fresh state; a
+            number that is 0 if ranks have the same values in groups.
         copied: Event after the copy of ``counts`` to CPU memory; None without a copy.
         explain: Returns a sentence for each gradient that is not finite.
         missing: Parameters without a gradient.
         fresh: Parameters whose state was fresh.
+        values: Values of the groups of parameters, by their holders.
     """
 
     counts: torch.Tensor
@@ -83,6 +88,7 @@ class _Flags(NamedTuple):
     explain: Callable[[], list[str]]
     missing: Sequence[GradientKey]
     fresh: Sequence[GradientKey]
+    values: Mapping[tuple[int, ...], list[str]]
 
     def read(self) -> list[int]:
         """Return the counts; the host waits for them."""
@@ -92,18 +98,19 @@ class _Flags(NamedTuple):
 
 
 class Agreement:
-    """Agreement of ranks to step, by their gradients.
+    """Agreement of ranks to step, by their gradients and the values of parameter groups.
 
     Args:
         holders: Parameters of this rank, of ``by_holders()``.
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
         mode: One of ``CHECKS``: the host reads the flags of a step before anything changes
-            (``sync``), or in the next step (``next_step``), or there are none (``off``).
+            (``sync``), or in the next step (``next_step``), or there are none (``off``) after the
+            first step, which compares presence and values.
 
-    Communication: a step has one all-reduce of two int32 over the group, but none with ``off``.
-        Where a gradient is missing, or state is fresh: a gather of names over the group, and a
-        flag.
+    Communication: a step has one all-reduce of three int64 over the group; with ``off`` the first
+        one. Where a gradient is missing, state is fresh or values differ: a gather of names over
+        the group, and a flag.
     """
 
     _num_steps: int = 0
@@ -118,6 +125,10 @@ class Agreement:
         mode: str,
     ) -> None:
         self.holders, self._group, self._device, self._mode = holders, group, device, mode
+        # Ranks may have the parameters in groups of another order.
+        self._params: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+        for key in sorted(holders):
+            self._params[key.ranks].append(holders[key].param)
 
     def forget(self) -> None:
         """Forget the last step: weights and state of another one have been loaded."""
@@ -139,7 +150,10 @@ class Agreement:
             )
 
     def check(
-        self, known_problems: Sequence[str] = (), fresh_params: Collection[torch.Tensor] = ()
+        self,
+        known_problems: Sequence[str],
+        fresh_params: Collection[torch.Tensor],
+        values: Mapping[torch.Tensor, str],
     ) -> set[torch.Tensor]:
         """Agree on all ranks to step, and return the parameters without a gradient.
 
@@ -148,17 +162,18 @@ class Agreement:
         Args:
             known_problems: Other problems of this rank, as sentences.
             fresh_params: Parameters whose state is fresh in this step on this rank.
+            values: Values of the group of a parameter that the step reads, as text.
 
         Raises:
             RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
                 parameter, when a gradient is not finite, has another dtype (but bfloat16),
                 placement or shape than its parameter, or is missing, or its state is fresh, on some
-                holders of the parameter alone. With ``next_step`` and ``off`` a rank raises alone
-                for problems that its host sees in this step. With ``next_step`` all ranks raise for
-                the other problems of the step before.
+                holders of the parameter alone, or they have different values. With ``next_step``
+                and ``off`` a rank raises alone for problems that its host sees in this step. With
+                ``next_step`` all ranks raise for the other problems of the step before.
         """
         self.refuse_last()
-        if self._last is not None and self._last.read()[1]:
+        if self._last is not None and any(self._last.read()[1:]):
             self._refuse_one_sided(self._last)
         problems = [*known_problems, *_blocked_problems(self.holders.values())]
         missing, grads = [], []
@@ -176,10 +191,16 @@ class Agreement:
         if problems and self._mode != "sync":
             raise RuntimeError("\n".join([*problems, _ADVICE]))
         without = set(missing)
-        if self._mode != "off":
+        if self._mode != "off" or self._num_steps == 0:
             fresh = [k for k, held in self.holders.items() if held.param in fresh_params]
-            not_finite = find_not_finite(grads, self._device)
-            without |= self._agree(problems, missing, fresh, not_finite)
+            not_finite = find_not_finite(grads if self._mode != "off" else [], self._device)
+            runs = {
+                # Once for parameters of one group.
+                ranks: [text for text, _ in itertools.groupby(values[param] for param in params)]
+                for ranks, params in self._params.items()
+            }
+            without |= self._agree(problems, missing, fresh, not_finite, runs)
+        self._num_steps += 1
         return {self.holders[key].param for key in without & self.holders.keys()}
 
     def _agree(
@@ -188,16 +209,18 @@ class Agreement:
         missing: Sequence[GradientKey],
         fresh: Sequence[GradientKey],
         not_finite: NotFinite,
+        values: Mapping[tuple[int, ...], list[str]],
     ) -> set[GradientKey]:
         """Reduce the flags of a step, and read them now or later; see ``check()``.
 
         Returns:
             Parameters without a gradient on other ranks, if they are read now.
         """
-        # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on
+        # One tensor for all: an all-reduce costs its latency, and the host waits once. Filled on
         # the device: for a copy of the counts the host would wait for all of the backward pass.
-        counts = torch.full((2,), len(missing) + len(fresh), dtype=torch.int32, device=self._device)
+        counts = torch.full((3,), len(missing) + len(fresh), dtype=torch.int64, device=self._device)
         counts[0].copy_(not_finite.number.add_(len(problems)))
+        counts[2].fill_(sum(signed_checksum(runs, ranks) for ranks, runs in values.items()))
         if dist.is_initialized():
             dist.all_reduce(counts, group=self._group)
         copied = None
@@ -206,28 +229,28 @@ class Agreement:
             counts = counts.to("cpu", non_blocking=True)
             copied = torch.get_device_module(self._device.type).Event()
             copied.record()
-        flags = _Flags(counts, copied, not_finite.explain, missing, fresh)
+        flags = _Flags(counts, copied, not_finite.explain, missing, fresh, values)
         if self._mode == "next_step":
-            self._last, self._num_steps = flags, self._num_steps + 1
+            self._last = flags
             return set()
-        num_problems, num_unusual = flags.read()
-        # Only now, once a rank has a problem: the usual step pays for eight bytes.
+        num_problems, *unusual = flags.read()
+        # Only now, once a rank has a problem: the usual step pays for 24 bytes.
         if num_problems:
             problems += not_finite.explain()
             raise_where_any_rank_fails(problems, self._group, self._device, _ADVICE)
         # All ranks come here together, also without missing gradients: they have the same sum.
-        return self._refuse_one_sided(flags) if num_unusual else set()
+        return self._refuse_one_sided(flags) if any(unusual) else set()
 
     def _refuse_one_sided(self, flags: _Flags) -> set[GradientKey]:
-        """Raise on all ranks where holders of a parameter differ in gradients or fresh state.
+        """Raise where holders of a parameter differ in gradients, fresh state or values.
 
         Returns:
             Parameters without a gradient.
         """
         problems, without = [], set[GradientKey]()
         held = {key for key, own in self.holders.items() if local_tensor(own.param).numel()}
-        mine = own_rank(), flags.missing, flags.fresh
-        for rank, missing, fresh in gather_objects(mine, self._group):
+        mine = own_rank(), flags.missing, flags.fresh, flags.values
+        for rank, missing, fresh, values in gather_objects(mine, self._group):
             without.update(missing)
             problems += [
                 f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, "
@@ -241,7 +264,15 @@ class Agreement:
                 # Empty shards of AdamW may have no state.
                 if key.is_of_muon or key in held
             ]
+            problems += [
+                f"param_groups: expected {own} on all ranks of the parameters, got {other} on rank "
+                f"{rank}. Set the same values on all ranks"
+                for ranks, runs in flags.values.items()
+                for own, other in zip(runs, values.get(ranks, runs), strict=False)
+                if own != other
+            ]
         advice = _ADVICE if self._mode == "sync" else _DIVERGED
+        problems = [*dict.fromkeys(problems)]
         raise_where_any_rank_fails(problems, self._group, self._device, advice)
         return without
 

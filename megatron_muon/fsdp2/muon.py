@@ -21,7 +21,7 @@ from megatron_muon.fsdp2.loading import (
     check_elementwise_state,
 )
 from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
-from megatron_muon.fsdp2.settings import MOMENTUM, MuonArguments, key_problems, layout_of
+from megatron_muon.fsdp2.settings import MOMENTUM, MuonArguments, key_problems, layout_of, values_of
 from megatron_muon.fsdp2.validation import parameter_problems
 from megatron_muon.runtime.agreement import (
     INTERRUPTED,
@@ -395,6 +395,7 @@ class Muon(torch.optim.Optimizer):
         problems, fresh, self._followed = check_elementwise_state(
             self.param_groups, self.algorithms, self.state, self._followed
         )
+        values = values_of(self.param_groups, self.algorithms, self._settings)
         for number, pair in enumerate(zip(self.param_groups, self.algorithms, strict=True)):
             wrong = key_problems(*pair, self._settings)
             problems += [f"group {number}: {problem}" for problem in wrong]
@@ -407,7 +408,7 @@ class Muon(torch.optim.Optimizer):
         # Without state yet, none was removed: the first step makes it.
         removed = step.removed.union(fresh if self._has_state else ())
         try:
-            without = self._agreement.check(problems, removed)
+            without = self._agreement.check(problems, removed, values)
         except RuntimeError:
             step.release()
             self._show_state()

@@ -7,8 +7,8 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import torch
@@ -60,6 +60,8 @@ _RENAMED = {
 PLANNED: Group = {"split_sizes": None, "transposed": False, "flatten": False}
 _ADAMW = frozenset(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
 _COMMON = {"params", "param_names", "lr", "weight_decay"}
+# Keys that change no result, or that torch checks.
+_WITHOUT_VALUES = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Upper bounds of numbers that are at least 0.
 _BOUNDS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0}
 # Keys of groups of Muon that an ``optimizer_class`` may lack.
@@ -111,6 +113,26 @@ def key_problems(
                 continue
         problems.append(f"{key}: expected {expected}, got {value!r}. {remedy}")
     return problems
+
+
+def values_of(
+    param_groups: Sequence[Group], algorithms: Sequence[str], settings: Group
+) -> dict[torch.Tensor, str]:
+    """Describe by parameter the values of its group that change what its step computes.
+
+    Args:
+        param_groups: Parameter groups.
+        algorithms: Their algorithms.
+        settings: Settings of all groups.
+    """
+    texts = {}
+    for group, algorithm in zip(param_groups, algorithms, strict=True):
+        read = _READ[algorithm] | (set(settings["keys"]) if algorithm == "muon" else set())
+        # Plans are compared when they are made.
+        keys = sorted(read & group.keys() - PLANNED.keys() - _WITHOUT_VALUES)
+        text = ", ".join([algorithm, *(f"{key} {group[key]}" for key in keys)])
+        texts.update(dict.fromkeys(group["params"], text))
+    return texts
 
 
 def layout_of(group: Group) -> dict[str, Any]:
@@ -260,8 +282,10 @@ class MuonArguments:
     def settings(self) -> MuonSettings:
         """Settings of the step."""
         exchange = self.exchange or ExchangeSettings()
+        # Ranks that check join collectives more.
+        check = f"check_gradients {self.check_gradients}"
         if self.optimizer_class is not None:
-            description = f"{self.optimizer_class} {self.optimizer_options}"
+            description = f"{self.optimizer_class} {self.optimizer_options}, {check}"
             return whole_matrix_settings(
                 self.build_whole,
                 PLANNED,
@@ -273,7 +297,8 @@ class MuonArguments:
         scale = scale_function("none", 1.0) if self.adaptive == "adamuon" else self._scale
         # NAMO is scaled by outputs and inputs.
         ignored = PLANNED.keys() - {"transposed"}
-        return muon_settings(vars(self), scale, self._factors, exchange, ignored)
+        settings = muon_settings(vars(self), scale, self._factors, exchange, ignored)
+        return replace(settings, description=f"{settings.description}, {check}")
 
     def _factors(self, parameter: PlannedParameter) -> tuple[float, float]:
         """Return the factors of updates of AdaMuon."""

@@ -8,9 +8,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.utils import log_single_rank
+from megatron.training import global_vars
 
+from megatron_muon.mcore.fsdp_model import current_device
 from megatron_muon.mcore.options import MuonOptions
 from megatron_muon.mcore.patching import PATCHED
 from megatron_muon.mcore.torch_fsdp2 import is_ours
@@ -20,8 +23,10 @@ from megatron_muon.mcore.unsupported import (
     MUON_OPTIMIZERS,
     raise_where_refused,
 )
-from megatron_muon.mcore.versions import IncompatibleMegatronError
+from megatron_muon.mcore.versions import IncompatibleMegatronError, installed_versions
 from megatron_muon.plan.settings import EXCHANGE_FLAGS, ExchangeSettings
+from megatron_muon.runtime.agreement import raise_where_ranks_differ
+from megatron_muon.step.dependencies import releases
 from megatron_muon.user_errors import SettingsError, in_flags
 
 logger = logging.getLogger(__name__)
@@ -37,6 +42,8 @@ _SWITCHES = {
     "--muon-split-qkv-per-head": "Orthogonalize every head of query, key and value separately.",
     "--moe-router-skip-muon": "Step routers with --muon-scalar-optimizer.",
 }
+# Flags that all ranks share, by their names in a namespace.
+_SHARED: set[str] = set()
 _DEFAULTS = dataclasses.asdict(ExchangeSettings())
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
     # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
@@ -74,7 +81,40 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for flag, settings in _FLAGS.items():
         if flag not in parser._option_string_actions:
             group.add_argument(flag, **settings)
+    # Numbers, switches and choices: folders and names may differ between nodes. Scripts add flags
+    # of their own later.
+    _SHARED.update(
+        action.dest
+        for action in parser._actions
+        if action.nargs == 0 or action.choices or action.type not in (None, str)
+    )
+    _SHARED.discard("local_rank")
     return parser
+
+
+def compare_flags(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap ``initialize_model_parallel`` to compare releases and flags of all ranks first.
+
+    Process groups and collectives of Megatron depend on flags: with another --log-params-norm on a
+    rank all of them would wait, with another --lr train on. Scripts without flags compare releases.
+
+    Raises:
+        RuntimeError: On all ranks, naming the first difference.
+
+    Communication: see ``differences_between_ranks()``.
+    """
+    flags = vars(global_vars._GLOBAL_ARGS or argparse.Namespace())
+    entries = [f"{name} {version}" for name, version in installed_versions().items()]
+    entries.append(f"torch.get_default_dtype() {torch.get_default_dtype()}")
+    entries += [f"--{k.replace('_', '-')} {flags[k]}" for k in sorted(_SHARED & flags.keys())]
+    raise_where_ranks_differ(
+        [releases(), *entries],
+        None,
+        current_device(),
+        "releases and flags",
+        "Install the same releases on all nodes, and pass the same flags.",
+    )
+    original(*args, **kwargs)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -27,7 +27,12 @@ from megatron_muon.mcore.sharded_matrices import ShardedMatrices
 from megatron_muon.mcore.torch_fsdp2 import is_torch_fsdp2
 from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import (
+    INTERRUPTED,
+    raise_where_any_rank_fails,
+    raise_where_ranks_differ,
+    signed_checksum,
+)
 from megatron_muon.runtime.tensors import find_not_finite
 from megatron_muon.step.elementwise import elementwise_bytes
 from megatron_muon.step.lion import FSDPLion
@@ -158,9 +163,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
                 is not finite, when parameters have changed since construction, when HSDP left
                 gradients unreduced over the outer ranks, or when the last step failed in the
-                middle. Nothing was updated.
+                middle, or when ranks have other values in parameter groups. Nothing was updated.
 
-        Communication: one all-reduce of a single float32 over all ranks of the job.
+        Communication: one all-reduce of two float64 over all ranks of the job.
         """
         norm: float | torch.Tensor = 0.0
         grads, device = [], current_device()
@@ -171,12 +176,19 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             norm, grads = self._norm, self._gradients(self._uncounted)
         # Zero times Inf or NaN is NaN, and so is every sum with it. Not torch.tensor, for whose
         # copy the host would wait.
-        total = torch.full((1,), len(self._problems), dtype=torch.float32, device=device)
-        total += norm * 0.0
+        total = torch.full((2,), len(self._problems), dtype=torch.float64, device=device)
+        total[:1] += norm * 0.0
         if grads:
-            total += torch.stack(torch._foreach_norm([grad for _, grad in grads])).mul_(0.0).sum()
+            total[:1] += torch.stack(torch._foreach_norm([g for _, g in grads])).mul_(0.0).sum()
+        # All pipeline stages have the same groups, and the sum is exact for 2 million ranks.
+        values = self._group_values()
+        total[1].fill_(signed_checksum(values, range(dist.get_world_size())))
         dist.all_reduce(total)
-        if total.item() == 0.0:
+        num_problems, difference = total.tolist()
+        if difference:
+            advice = "Nothing was updated. Set the same values on all ranks."
+            raise_where_ranks_differ(values, None, device, "param_groups", advice)
+        if num_problems == 0.0:
             return
         not_finite = find_not_finite(self._gradients(self._fqns), device)
         raise_where_any_rank_fails(
@@ -194,6 +206,13 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             "are so large that their squares overflow. Lower the learning rate, or scale the loss "
             "down. Nothing was updated."
         )
+
+    def _group_values(self) -> list[str]:
+        """Describe the values of parameter groups, such as learning rates, a line for each."""
+        return [
+            ", ".join(f"{k} {v}" for k, v in sorted(group.items()) if k not in ("params", "step"))
+            for group in self.param_groups
+        ]
 
     @functools.cached_property
     def _uncounted(self) -> list[Any]:

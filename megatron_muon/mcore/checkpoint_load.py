@@ -153,7 +153,7 @@ def find_together(find: Callable[[], StoredCheckpoint | None]) -> StoredCheckpoi
     raise_where_ranks_differ(
         # Two saves of one iteration differ in their ids, also two of upstream's.
         [f"{checkpoint.folder.name}, {checkpoint.save_id}" if checkpoint else "none"],
-        dist.group.WORLD,  # type: ignore[arg-type]
+        dist.group.WORLD,
         current_device(),
         "checkpoint to load",
         "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,

@@ -45,12 +45,14 @@ from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.plan.layout import Splits
 from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
 from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.step.dependencies import environment_problems
 from megatron_muon.step.lion import FSDPLion
 
 logger = logging.getLogger(__name__)
 
+# Values that are equal where their texts are.
+_COMPARED = (bool, int, float, str, tuple, torch.dtype)
 # Arguments of a DistributedOptimizer that it does not read under Megatron-FSDP.
 _NOT_READ = dict.fromkeys(
     (
@@ -108,6 +110,15 @@ def build_megatron_fsdp_emerging_optimizer(
         # place: a trainer may set attributes of its configuration later.
         config.optimizer = "muon"
     options = MuonOptions.of(config)
+    # A refusal below is one of all ranks then.
+    shared = {**vars(model_chunks[0].ddp_config), **vars(config)}
+    raise_where_ranks_differ(
+        [f"{k} {v}" for k, v in sorted(shared.items()) if v is None or isinstance(v, _COMPARED)],
+        None,
+        current_device(),
+        "settings of the optimizer and of gradients",
+        "Build the same configuration on every rank.",
+    )
     parts = (model_chunks[0].config, model_chunks[0].ddp_config, config)
     settings = {name: value for part in parts for name, value in vars(part).items()}
     settings["use_torch_fsdp2"] = is_torch_fsdp2(model_chunks[0])

@@ -40,6 +40,11 @@ PATCHES: tuple[Patch, ...] = (
         arguments.validate,
     ),
     Patch(
+        "megatron.core.parallel_state:initialize_model_parallel",
+        "compare releases and flags of all ranks before anything depends on them",
+        arguments.compare_flags,
+    ),
+    Patch(
         "megatron.training.training:get_megatron_optimizer_config",
         "carry the flags of this package into the configuration of the optimizer",
         options.carry_flags,

@@ -135,7 +135,8 @@ def _clip(name: str, attention: Any, params: dict[str, Any]) -> None:
     clone = copy.copy(attention)
     for child in (child for child in _CLIPPED if hasattr(attention, child)):
         weight = params[f"{name}.{child}.weight"]
-        column = torch.ones(tensor_shard_shape(weight)[0], 1, device=device)
+        shape = tensor_shard_shape(weight)[0], 1
+        column = torch.ones(shape, dtype=torch.float32, device=device)
         # It hides the layer of the module, which the clone shares with the original.
         clone.__dict__[child] = SimpleNamespace(weight=column)
     # Upstream divides the sizes of all tensor-parallel ranks by the query groups of one.

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -92,7 +93,7 @@ def raise_where_any_rank_fails(
 
 def raise_where_ranks_differ(
     entries: Sequence[str],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
     what: str,
     advice: str = "Build the same model with the same arguments on every rank.",
@@ -101,13 +102,13 @@ def raise_where_ranks_differ(
 
     Args:
         entries: The list, one line of text per item, in order.
-        group: Ranks that must agree.
+        group: Ranks that must agree; None for all ranks of the job.
         device: Where the hash that is gathered lives (the backend's device).
         what: Name of the list for the message.
         advice: What the user should do, the end of the message.
 
     Raises:
-        RuntimeError: On all ranks of the group, naming the first item that differs, per deviating
+        RuntimeError: On all ranks of the group, naming the first items that differ, per deviating
             rank.
 
     Communication: see ``differences_between_ranks()``.
@@ -118,18 +119,18 @@ def raise_where_ranks_differ(
 
 
 def differences_between_ranks(
-    entries: Sequence[str], group: dist.ProcessGroup, device: torch.device, what: str
+    entries: Sequence[str], group: dist.ProcessGroup | None, device: torch.device, what: str
 ) -> list[str]:
     """Describe how the lists of a group's ranks differ, in a sentence; none where they do not.
 
     Args:
         entries: The list, one line of text per item, in order.
-        group: Ranks that must agree.
+        group: Ranks that must agree; None for all ranks of the job.
         device: Where the hash that is gathered lives (the backend's device).
         what: Name of the list for the message.
 
     Returns:
-        A sentence without a full stop that names the first item that differs, per deviating rank;
+        A sentence without a full stop that names the first items that differ, per deviating rank;
         the same on all ranks of the group.
 
     Communication: one all-gather of one int64 a rank; the lists only where they differ.
@@ -143,15 +144,32 @@ def differences_between_ranks(
         return []
     # Only now that ranks are known to differ: the lists of a large model are megabytes.
     lists = gather_objects(list(entries), group)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group) if group is not None else range(len(lists))
     lines = []
     for rank, own in zip(ranks, lists, strict=True):
-        for here, there in itertools.zip_longest(own, lists[0], fillvalue="nothing"):
-            # The first difference explains the rest: one parameter more shifts all others.
-            if here != there:
-                lines.append(f"rank {rank} has {here!r} where rank {ranks[0]} has {there!r}")
-                break
+        pairs = itertools.zip_longest(own, lists[0], fillvalue="nothing")
+        differing = [(here, there) for here, there in pairs if here != there]
+        # One parameter more shifts all others: the first difference explains the rest.
+        num_shown = 3 if len(own) == len(lists[0]) else 1
+        lines += [
+            f"rank {rank} has {here!r} where rank {ranks[0]} has {there!r}"
+            for here, there in differing[:num_shown]
+        ]
     return [f"{what}: expected the same on all ranks of the group, got " + "; ".join(lines[:8])]
+
+
+def signed_checksum(entries: Iterable[str], ranks: Sequence[int]) -> int:
+    """Return a number whose sum over some ranks is 0 if all of them have the same entries.
+
+    A step adds it to a reduction that it makes anyway. Sums of other entries are 0 by chance, once
+    in 4 billion. The number has at most 32 bits more than the number of ranks.
+
+    Args:
+        entries: Lines of text.
+        ranks: The ranks, of which this is one.
+    """
+    checksum = zlib.crc32("\n".join(entries).encode())
+    return checksum * (len(ranks) - 1 if own_rank() == ranks[0] else -1)
 
 
 def first_line(error: Exception) -> str:

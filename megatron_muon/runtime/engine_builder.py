@@ -239,5 +239,6 @@ def _parts_groups(
     rank = own_rank()
     groups = new_groups({o for plan in plans for o in plan.owners if len(o) > 1 and rank in o})
     for owners in sorted(groups):
-        dist.all_reduce(torch.zeros(1, device=device), group=groups[owners])
+        own = torch.zeros(1, dtype=torch.float32, device=device)
+        dist.all_reduce(own, group=groups[owners])
     return groups

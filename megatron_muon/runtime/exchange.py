@@ -57,8 +57,8 @@ def connect(messages: Sequence[AllToAll]) -> None:
     # A replica may have a message for itself.
     sends[dist.get_rank(group)] = receives[dist.get_rank(group)] = 0
     dist.all_to_all_single(
-        torch.zeros(sum(receives), device=device),
-        torch.zeros(sum(sends), device=device),
+        torch.zeros(sum(receives), dtype=torch.float32, device=device),
+        torch.zeros(sum(sends), dtype=torch.float32, device=device),
         receives,
         sends,
         group=group,
@@ -94,7 +94,7 @@ class Sections(NamedTuple):
 
         Communication: one ``all_gather_into_tensor`` of one element a rank.
         """
-        own = torch.zeros(1, device=self.all.device)
+        own = torch.zeros(1, dtype=torch.float32, device=self.all.device)
         gathered = own.new_empty(dist.get_world_size(self.group))
         dist.all_gather_into_tensor(gathered, own, group=self.group)
 

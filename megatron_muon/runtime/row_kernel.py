@@ -59,7 +59,7 @@ def build_table(
     """
     on_host = torch.tensor(moves, dtype=torch.int64)
     tiles = _tiles(on_host[:, 8] * on_host[:, 9])
-    scales = torch.tensor(factors or [(1.0, 1.0)] * len(moves))
+    scales = torch.tensor(factors or [(1.0, 1.0)] * len(moves), dtype=torch.float32)
     return RowTable(
         on_device(on_host, device), on_device(tiles, device), on_device(scales, device), dtypes
     )

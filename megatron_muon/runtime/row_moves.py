@@ -188,7 +188,9 @@ def uses_kernel(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        tensors = Tensors(torch.zeros(2, device=device), device, by_kernel=True)
+        tensors = Tensors(
+            torch.zeros(2, dtype=torch.float32, device=device), device, by_kernel=True
+        )
         tensors.update()
         move = (0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0)
         RowMoves([move], Side(torch.float32), Side(torch.float32), tensors).run()

@@ -133,7 +133,7 @@ def find_not_finite(grads: Sequence[tuple[str, torch.Tensor]], device: torch.dev
     norms = (
         torch._foreach_norm([grad for _, grad in grads])
         if grads
-        else [torch.zeros((), device=device)]
+        else [torch.zeros((), dtype=torch.float32, device=device)]
     )
     # An embedding may be in CPU memory beside a model on a GPU.
     if len({norm.device for norm in norms}) > 1:

@@ -12,6 +12,8 @@ import sys
 
 import torch
 
+from megatron_muon import __version__
+
 # Names that are not documented. Without this table a missing one would end an import or a step with
 # an error that says neither which package it belongs to nor what to install.
 _NAMES = """
@@ -31,6 +33,12 @@ emerging_optimizers.orthogonalized_optimizers.muon_utils:newton_schulz
 emerging_optimizers.orthogonalized_optimizers.muon_utils:newton_schulz_step
 emerging_optimizers.orthogonalized_optimizers.muon_utils:batched_newton_schulz_step
 """.split()
+
+
+def releases() -> str:
+    """Describe what a step is computed by, which is the same on all ranks of a job."""
+    emerging_optimizers = _release_of("emerging_optimizers")
+    return f"megatron-muon {__version__}, torch {torch.__version__}, {emerging_optimizers}"
 
 
 def environment_problems() -> list[str]:

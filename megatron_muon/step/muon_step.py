@@ -26,6 +26,7 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.arena import NOTHING, OtherBytes, is_out_of_memory
 from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
 from megatron_muon.runtime.tensors import are_same, local_tensor, sharding_of
+from megatron_muon.step.dependencies import releases
 from megatron_muon.step.hooks import MOMENT2_BUFFER, AdaMuon, AdaMuonSettings, CautiousDecay
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
@@ -55,9 +56,10 @@ class MuonSettings:
     adamuon: AdaMuonSettings | None = None
 
     def entries(self) -> list[str]:
-        """Return all settings as text."""
+        """Return all settings as text, and the releases that they are computed by."""
         orthogonalize = self.newton_schulz
         return [
+            releases(),
             str(self.exchange),
             f"{orthogonalize.steps} steps of {orthogonalize.coefficient_type} coefficients, "
             f"function {orthogonalize.function is not None}",
@@ -121,12 +123,7 @@ class MuonStep:
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
         if dist.is_initialized():
             # The collectives that follow depend on these settings.
-            raise_where_ranks_differ(
-                settings.entries(),
-                dist.group.WORLD,  # type: ignore[arg-type]
-                device,
-                "Muon settings",
-            )
+            raise_where_ranks_differ(settings.entries(), None, device, "Muon settings")
         self.plan_inputs = find_plan_inputs(
             parameters, device, has_others=has_others, known_groups=known_groups
         )

@@ -84,7 +84,7 @@ class _Moments:
     def complete(self, state: dict[str, Any]) -> None:
         """Add zeros if there are none; torch loads a state to the device of the parameter."""
         key = self.prefix + MOMENT2_OF_OWNER
-        state[key] = state.get(key, torch.zeros(self._shape)).to(self._device)
+        state[key] = state.get(key, torch.zeros(self._shape, dtype=torch.float32)).to(self._device)
 
 
 class StackMoments(StateOwner):

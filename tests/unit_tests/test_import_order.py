@@ -40,8 +40,11 @@ LAYERS: dict[str, tuple[str, str]] = {
     "__init__": ("plan mcore", ""),
     "__main__": ("launcher", ""),
 }
-# The command has the name of the package whose plans it reports.
-EXCEPTIONS = {("plan/__main__.py", "megatron_muon.tools.plan.command")}
+# The command has the name of the package whose plans it reports; the package has the version.
+EXCEPTIONS = {
+    ("plan/__main__.py", "megatron_muon.tools.plan.command"),
+    ("step/dependencies.py", "megatron_muon"),
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -353,6 +353,8 @@ def _unlike_settings() -> list[tuple[str, dict[str, Any]]]:
         ("Muon settings: expected the same on all ranks", {"num_ns_steps": 5 + rank}),
         ("rank 1 has 'scale spectral 0.2", {"extra_scale_factor": 0.2 * rank}),
         ("staging_bytes=1000000000", {"exchange": limited}),
+        # A rank that checks nothing joins no collective.
+        ("check_gradients", {"check_gradients": ("sync", "off")[rank]}),
     ]
 
 
@@ -364,6 +366,9 @@ def _refuse_to_build(mesh: DeviceMesh) -> None:
         _assert_refused(said, partial(Muon, params, **groups))
     for said, options in _unlike_settings():
         _assert_refused(said, partial(Muon, [("w", w)], **options))
+    release = "another" if dist.get_rank() else "one"
+    with mock.patch("megatron_muon.step.muon_step.releases", lambda: release):
+        _assert_refused("rank 1 has 'another' where rank 0 has 'one'", partial(Muon, [w]))
     own = "expected no method of emerging-optimizers"
     _assert_refused(f"Hooked.post_weight_update_fn_inplace: {own}", partial(Hooked, [w]))
     _assert_refused(f"Decays._apply_weight_decay_inplace: {own}", partial(Decays, [w]))

@@ -4,6 +4,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_muon.fsdp2 import Muon, MuonAdamW
+from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
 
 
 def _muon(model: Any, **options: Any) -> Muon:
@@ -298,6 +299,40 @@ def test_all_ranks_refuse_a_step_where_one_does():
     for has_one in (True, False):
         _step_without_matrices(has_one)
     _empty_of_another_shape()
+    for check in ("sync", "next_step", "off"):
+        _differ_in_values(check)
+
+
+def _differ_in_values(check: str) -> None:
+    """Halve a value of a group on rank 1, whose rows would take other steps than their matrix."""
+    is_last = dist.get_rank() == 1
+    model = small_model(is_sharded=True)
+    groups = parameter_groups(model)
+    if is_last:
+        # Equal values in groups of another number are no difference.
+        groups = [
+            {**group, "params": [param], "param_names": [name]}
+            for group in groups
+            for param, name in zip(group["params"], group["param_names"], strict=True)
+        ]
+    optimizer = MuonAdamW(groups, lr=0.1, check_gradients=check)
+    for key, number in ("momentum", 0), ("eps", -1), ("lr", 0), ("lr", -1):
+        group = optimizer.param_groups[number]
+        value = group[key]
+        group[key] = value / 2 if is_last else value
+        draw_grads(model.parameters(), 0)
+        if check == "next_step":
+            assert error_of(optimizer.step) == "no error"
+        error = error_of(optimizer.step)
+        for rank, own, other in ((0, value, value / 2), (1, value / 2, value)):
+            assert re.search(
+                f"rank {rank}: param_groups: .*{key} {own}.* got .*{key} {other}", error
+            )
+        group[key] = value
+        if check == "next_step":
+            return
+    step(model, optimizer, 1)
+    step(model, optimizer, 2)
 
 
 def _leave_in_the_middle() -> list[Any]:

@@ -4,11 +4,17 @@
 
 import contextlib
 import functools
+import os
+import runpy
+import sys
 import types
+from functools import partial
+from typing import Any
 
 import pytest
+from helpers.checkpoint_runs import wrap
 from helpers.ranks import launch, run_ranks
-from helpers.toy_gpt import FSDP2, HSDP, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import FSDP2, HSDP, PP, TP, ZERO, fsdp_toy_gpt, slow, toy_gpt
 
 from megatron_muon.mcore.unsupported import raise_where_refused
 from megatron_muon.user_errors import SettingsError
@@ -160,7 +166,6 @@ MISTYPED = {
 def _refusals(command_lines: list[list[str]]) -> list[str]:
     """Parse command lines as pretrain_gpt.py does, and return what each is refused with."""
     import io
-    import sys
 
     import megatron_muon
 
@@ -211,6 +216,57 @@ def test_refusal_ends_every_rank():
     assert run.exit_codes == [1, 1]
     for output in run.outputs:
         assert "--fp16: emerging optimizers have no loss scaling; use --bf16." in output
+
+
+def _add_flags(flags: list[str]) -> None:
+    """Add flags to the command line of rank 1."""
+
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        sys.argv += flags
+        return original(*args, **kwargs)
+
+    if os.environ["RANK"] == "1":
+        wrap(runpy, "run_path", run)
+
+
+def _install_another_release() -> None:
+    from megatron_muon.mcore import arguments
+
+    if os.environ["RANK"] == "1":
+        arguments.installed_versions = lambda: {"megatron-core": "0.19.9"}
+
+
+def _change_default_dtype() -> None:
+    import torch
+
+    if os.environ["RANK"] == "1":
+        torch.set_default_dtype(torch.bfloat16)
+
+
+# What rank 1 alone has. Ranks waited for each other, or trained with other values in silence.
+OF_ONE_RANK = {
+    "--log-params-norm True": partial(_add_flags, ["--log-params-norm"]),
+    "--tensor-model-parallel-size 2": partial(_add_flags, ["--tensor-model-parallel-size", "2"]),
+    "--lr 0.5": partial(_add_flags, ["--lr", "0.5"]),
+    "--muon-fsdp-log-metrics True": partial(_add_flags, ["--muon-fsdp-log-metrics"]),
+    "megatron-core 0.19.9": _install_another_release,
+    "torch.get_default_dtype() torch.bfloat16": _change_default_dtype,
+    "'muon_coefficient_type simple'": partial(_add_flags, ["--muon-coefficient-type", "simple"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "before"),
+    [next(iter(OF_ONE_RANK.items())), *map(slow, [*OF_ONE_RANK][1:], [*OF_ONE_RANK.values()][1:])],
+    ids=list(OF_ONE_RANK),
+)
+def test_flag_or_release_of_one_rank_is_refused_on_all(found, before):
+    """A flag or release that one rank alone has ends all ranks, which it hung or let diverge."""
+    run = launch(2, fsdp_toy_gpt(ZERO_3, "--train-iters", "1"), before=before, timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "expected the same on all ranks of the group, got rank 1 has" in output
+        assert found in output
 
 
 # Settings that are refused together, and changes of one of them that are not.

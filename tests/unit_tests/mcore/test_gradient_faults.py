@@ -138,6 +138,17 @@ def _lose_parameter(model: Any, optimizer: Any) -> str:
     return _refused(optimizer.step, model, optimizer)
 
 
+def _have_another_lr(model: Any, optimizer: Any) -> str:
+    """Rows of rank 1 would take longer steps than others of their matrix, without an error."""
+    model.finish_grad_sync()
+    for group in optimizer.param_groups:
+        group["lr"] *= 1 + dist.get_rank()
+    error = _refused(optimizer.step, model, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] /= 1 + dist.get_rank()
+    return error
+
+
 # Steps and what they are refused with, in this order, on one model.
 ON_HOST: dict[str, tuple[Callable[..., str], str]] = {
     **{
@@ -148,6 +159,7 @@ ON_HOST: dict[str, tuple[Callable[..., str], str]] = {
         _have_nan_above_threshold,
         f"rank 1: {next(iter(OWNERS))}: {FAULTS['nan']}",
     ),
+    "another lr": (_have_another_lr, "param_groups: expected .* rank 1 has .*lr 0.02.*Nothing was"),
     "no fault": (_have_no_fault, "no error"),
 }
 CASES = {
