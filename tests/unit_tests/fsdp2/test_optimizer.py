@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, kind
-from helpers.fsdp2_models import shard
+from helpers.fsdp2_models import draw_grads, equal, local, shard, small_model
 from helpers.ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 from megatron_muon.runtime import row_moves
 
 VALUES = torch.arange(12.0).view(3, 4)
@@ -195,3 +195,19 @@ def test_batch_takes_as_many_calls_as_one_matrix():
     assert many[0] <= one[0] + 2
     # Two numbers went to the device by a copy for which the host waits, and came back later.
     assert one[2] == many[2] == 1
+
+
+@on_ranks(2)
+def test_default_dtype_of_one_rank_changes_nothing():
+    """Messages of torch's default dtype fit no other rank if one rank has changed the default."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small_model(is_sharded=True)
+        optimizer = MuonAdamW.from_model(model, lr=0.1, adaptive="normuon")
+        for seed in range(2):
+            draw_grads(model.parameters(), seed)
+            torch.set_default_dtype(dtype if dist.get_rank() == 1 else torch.float32)
+            optimizer.step()
+            torch.set_default_dtype(torch.float32)
+        found.append([local(param).detach().clone() for param in model.parameters()])
+    assert equal(*found)

@@ -130,12 +130,13 @@ def test_unsharded_rule_fails_for_nan_and_for_missing_steps():
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_killed_and_stopped_saves_resume_to_the_bit():
-    """A kill or a stop of a rank in any kind of save loses nothing that was finished."""
+@pytest.mark.parametrize(("flags", "num_rows"), [([], 4 + 8), (["--fsdp2"], 4 + 4)])
+def test_killed_and_stopped_ranks_resume_to_the_bit(flags, num_rows):
+    """A kill or a stop of a rank in any kind of save, or in a step, loses nothing finished."""
     script = str(ROOT / "tests" / "functional" / "kill_saves.py")
-    done = run_command(sys.executable, script, "--kills", "4", "--stop-seconds", "1")
+    done = run_command(sys.executable, script, "--kills", "4", "--stop-seconds", "1", *flags)
     rows = [line for line in done.stdout.splitlines() if "killed" in line or "stopped" in line]
-    assert (done.returncode, len(rows)) == (0, 8), done.stdout + done.stderr[-4000:]
+    assert (done.returncode, len(rows)) == (0, num_rows), done.stdout + done.stderr[-4000:]
     assert all(row.endswith("| equal |") for row in rows)
 
 
