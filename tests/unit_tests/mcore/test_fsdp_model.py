@@ -308,8 +308,8 @@ def test_collectives_are_those_of_the_document(layout):
         count = num_gathers + num_buckets * (1 + len(spread))
         assert step[:3] == [
             ["all_reduce", "float32", 1, num_norm_ranks],
-            # NaN where the norm is not finite.
-            ["all_reduce", "float32", 1, world_size],
+            # NaN where the norm is not finite; and a checksum of the values of groups.
+            ["all_reduce", "float64", 2, world_size],
             ["all_reduce", "float64", num_blocks, world_size],
         ]
         exchange = [[name, dtype, ranks] for name, dtype, _, ranks in step[3 : 3 + count]]
@@ -326,7 +326,7 @@ def test_collectives_are_those_of_the_document(layout):
         assert Counter(name for name, *_ in construction) == Counter(
             all_reduce=8,
             all_gather_object=4,
-            all_gather_into_tensor=3 + (num_replicas > 0),
+            all_gather_into_tensor=4 + (num_replicas > 0),
             all_to_all_single=len(connect),
         )
         flags = [entry[1:] for entry in construction if entry[0] == "all_reduce"]

@@ -45,7 +45,8 @@ ADAM_ON_V2 = (*V2, "--optimizer", "adam")
         slow("_init_fsdp_param_and_grad_buffer", 2, 3, NO_MATRIX, "ZeroDivisionError", id="units"),
         slow(
             *("param_and_grad_buffer.make_fsdp_dtensor", 4, 3, (*PP, *TP)),
-            "Inconsistent tensor metadata",
+            # Ranks of two stages gather different tensors: what fails there varies.
+            "check_tensor_meta",
             id="check_of_the_job",
         ),
         pytest.param(
