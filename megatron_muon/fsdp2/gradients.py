@@ -74,8 +74,8 @@ class _Flags(NamedTuple):
     """Counts that ranks have reduced in a step, and this rank's contribution.
 
     Args:
-        counts: Number of problems; number of parameters without a gradient or with fresh state; a
-            number that is 0 if ranks have the same values in groups.
+        counts: Number of problems; number of parameters without a gradient or with fresh state,
+            plus a checksum that is 0 if ranks have the same values in groups.
         copied: Event after the copy of ``counts`` to CPU memory; None without a copy.
         explain: Returns a sentence for each gradient that is not finite.
         missing: Parameters without a gradient.
@@ -108,7 +108,7 @@ class Agreement:
             (``sync``), or in the next step (``next_step``), or there are none (``off``) after the
             first step, which compares presence and values.
 
-    Communication: a step has one all-reduce of three int64 over the group; with ``off`` the first
+    Communication: a step has one all-reduce of two int64 over the group; with ``off`` the first
         one. Where a gradient is missing, state is fresh or values differ: a gather of names over
         the group, and a flag.
     """
@@ -173,7 +173,7 @@ class Agreement:
                 ``next_step`` all ranks raise for the other problems of the step before.
         """
         self.refuse_last()
-        if self._last is not None and any(self._last.read()[1:]):
+        if self._last is not None and self._last.read()[1]:
             self._refuse_one_sided(self._last)
         problems = [*known_problems, *_blocked_problems(self.holders.values())]
         missing, grads = [], []
@@ -218,9 +218,10 @@ class Agreement:
         """
         # One tensor for all: an all-reduce costs its latency, and the host waits once. Filled on
         # the device: for a copy of the counts the host would wait for all of the backward pass.
-        counts = torch.full((3,), len(missing) + len(fresh), dtype=torch.int64, device=self._device)
+        unusual = len(missing) + len(fresh)
+        unusual += sum(signed_checksum(runs, ranks) for ranks, runs in values.items())
+        counts = torch.full((2,), unusual, dtype=torch.int64, device=self._device)
         counts[0].copy_(not_finite.number.add_(len(problems)))
-        counts[2].fill_(sum(signed_checksum(runs, ranks) for ranks, runs in values.items()))
         if dist.is_initialized():
             dist.all_reduce(counts, group=self._group)
         copied = None
@@ -233,13 +234,13 @@ class Agreement:
         if self._mode == "next_step":
             self._last = flags
             return set()
-        num_problems, *unusual = flags.read()
-        # Only now, once a rank has a problem: the usual step pays for 24 bytes.
+        num_problems, num_unusual = flags.read()
+        # Only now, once a rank has a problem: the usual step pays for 16 bytes.
         if num_problems:
             problems += not_finite.explain()
             raise_where_any_rank_fails(problems, self._group, self._device, _ADVICE)
         # All ranks come here together, also without missing gradients: they have the same sum.
-        return self._refuse_one_sided(flags) if any(unusual) else set()
+        return self._refuse_one_sided(flags) if num_unusual else set()
 
     def _refuse_one_sided(self, flags: _Flags) -> set[GradientKey]:
         """Raise where holders of a parameter differ in gradients, fresh state or values.

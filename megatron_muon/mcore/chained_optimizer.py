@@ -165,7 +165,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 gradients unreduced over the outer ranks, or when the last step failed in the
                 middle, or when ranks have other values in parameter groups. Nothing was updated.
 
-        Communication: one all-reduce of two float64 over all ranks of the job.
+        Communication: one all-reduce of a single float64 over all ranks of the job.
         """
         norm: float | torch.Tensor = 0.0
         grads, device = [], current_device()
@@ -176,20 +176,19 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             norm, grads = self._norm, self._gradients(self._uncounted)
         # Zero times Inf or NaN is NaN, and so is every sum with it. Not torch.tensor, for whose
         # copy the host would wait.
-        total = torch.full((2,), len(self._problems), dtype=torch.float64, device=device)
-        total[:1] += norm * 0.0
-        if grads:
-            total[:1] += torch.stack(torch._foreach_norm([g for _, g in grads])).mul_(0.0).sum()
         # All pipeline stages have the same groups, and the sum is exact for 2 million ranks.
         values = self._group_values()
-        total[1].fill_(signed_checksum(values, range(dist.get_world_size())))
+        checksum = signed_checksum(values, range(dist.get_world_size()))
+        start = math.nan if self._problems else checksum
+        total = torch.full((1,), start, dtype=torch.float64, device=device)
+        total += norm * 0.0
+        if grads:
+            total += torch.stack(torch._foreach_norm([grad for _, grad in grads])).mul_(0.0).sum()
         dist.all_reduce(total)
-        num_problems, difference = total.tolist()
-        if difference:
-            advice = "Nothing was updated. Set the same values on all ranks."
-            raise_where_ranks_differ(values, None, device, "param_groups", advice)
-        if num_problems == 0.0:
+        if total.item() == 0.0:
             return
+        advice = "Nothing was updated. Set the same values on all ranks."
+        raise_where_ranks_differ(values, None, device, "param_groups", advice)
         not_finite = find_not_finite(self._gradients(self._fqns), device)
         raise_where_any_rank_fails(
             self._problems,
