@@ -110,19 +110,7 @@ def build_megatron_fsdp_emerging_optimizer(
         # place: a trainer may set attributes of its configuration later.
         config.optimizer = "muon"
     options = MuonOptions.of(config)
-    # A refusal below is one of all ranks then.
-    shared = {**vars(model_chunks[0].ddp_config), **vars(config)}
-    raise_where_ranks_differ(
-        [f"{k} {v}" for k, v in sorted(shared.items()) if v is None or isinstance(v, _COMPARED)],
-        None,
-        current_device(),
-        "settings of the optimizer and of gradients",
-        "Build the same configuration on every rank.",
-    )
-    parts = (model_chunks[0].config, model_chunks[0].ddp_config, config)
-    settings = {name: value for part in parts for name, value in vars(part).items()}
-    settings["use_torch_fsdp2"] = is_torch_fsdp2(model_chunks[0])
-    raise_where_refused(settings, more=options.unread_by(config.optimizer))
+    _check_settings(config, model_chunks[0], options)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
@@ -156,6 +144,20 @@ def build_megatron_fsdp_emerging_optimizer(
         log_metrics=options.muon_fsdp_log_metrics,
         offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
     )
+
+
+def _check_settings(config: OptimizerConfig, chunk: FSDPModel, options: MuonOptions) -> None:
+    """Refuse settings that differ between ranks, then those that cannot work, on all ranks."""
+    shared = {**vars(chunk.ddp_config), **vars(config)}
+    raise_where_ranks_differ(
+        [f"{k} {v}" for k, v in sorted(shared.items()) if v is None or isinstance(v, _COMPARED)],
+        None,
+        current_device(),
+        "settings of the optimizer and of gradients",
+        "Build the same configuration on every rank.",
+    )
+    settings = {**vars(chunk.config), **shared, "use_torch_fsdp2": is_torch_fsdp2(chunk)}
+    raise_where_refused(settings, more=options.unread_by(config.optimizer))
 
 
 def choose_builder(
