@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.device import has_megatron, kind
-from helpers.fsdp2_models import FSDP2, OTHERS, Sharded, drawn, expert_parallel, local
+from helpers.fsdp2_models import FSDP2, OTHERS, Sharded, drawn, expert_parallel, local, shard
 from helpers.megatron_fsdp import version_1
 from helpers.ranks import cached_cases
 from helpers.whole_matrices import WholeMuon, differences
+
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
@@ -26,16 +28,18 @@ pytestmark = pytest.mark.ranks
 
 
 class Setting(NamedTuple):
-    """Dtype of messages, precision, adaptive Muon, AdamW beside it, and state in CPU memory."""
+    """Dtype of messages, precision, adaptive Muon, AdamW beside it, state in CPU memory, rates."""
 
     comm_dtype: str = "fp32"
     precision: str = "high"
     adaptive: str | None = None
     has_adamw: bool = False
     is_offloaded: bool = False
+    cost_model: str = ""
 
 
-PLAIN = (Setting(), Setting("bf16", "medium"))
+# Whole experts of a rank move only where collectives cost nothing.
+PLAIN = (Setting(cost_model="all_reduce_us=0,collective_us=0"), Setting("bf16", "medium"))
 ADAPTIVE = (
     *(each._replace(adaptive=method) for method in ("normuon", "adamuon") for each in PLAIN),
     *(Setting(precision=precision, adaptive="namo") for precision in ("high", "medium")),
@@ -122,7 +126,9 @@ def _step(build: Callable[[], list[Sharded]], setting: Setting) -> tuple[Any, li
     # More parts than one owner round differently; test_engine.py has those.
     settings["offload_state"] = setting.is_offloaded
     num_owners = 8 if setting.adaptive in ("normuon", "namo") else 1
-    settings["exchange"] = ExchangeSettings(comm_dtype=setting.comm_dtype, max_owners=num_owners)
+    settings["exchange"] = ExchangeSettings(
+        comm_dtype=setting.comm_dtype, max_owners=num_owners, cost_model=setting.cost_model
+    )
     groups = [{"params": [(f"weight.{i}", x.param)], **x.keys} for i, x in enumerate(parameters)]
     rest, theirs = (build(), build()) if setting.has_adamw else ([], [])
     # Torch steps parameters of one mesh at a time.
@@ -185,6 +191,27 @@ def _domains() -> list[list[Any]]:
     return found
 
 
+def _collectives_of_experts() -> dict[str, dict[str, int]]:
+    """Return the collectives of a step of six experts on four ranks by cost model."""
+    called: dict[str, dict[str, int]] = {}
+    for cost_model in {setting.cost_model for setting in PLAIN}:
+        experts = shard((6, 8, 5), 0, init_device_mesh(kind(), (4,)))
+        exchange = ExchangeSettings("bf16", cost_model=cost_model, num_buckets=1)
+        muon = Muon([experts.param], exchange=exchange)
+        experts.draw_grad(1)
+        muon.step()
+        experts.draw_grad(2)
+        names = ("all_reduce", "all_to_all_single")
+        spies = {name: mock.patch.object(dist, name, wraps=getattr(dist, name)) for name in names}
+        with spies[names[0]] as reduces, spies[names[1]] as exchanges:
+            muon.step()
+        called[cost_model] = {
+            "all_reduce": reduces.call_count,
+            "all_to_all_single": exchanges.call_count,
+        }
+    return called
+
+
 def _step_row(size: int, name: str) -> dict[str, Any]:
     """Return differences from whole matrices; holders and owners."""
     row, different = TABLE[size][name], []
@@ -214,6 +241,7 @@ def _cases(is_slow: bool) -> dict[int, dict[str, Any]]:
 
 FAST = _cases(is_slow=False)
 FAST[4]["domains"] = _domains
+FAST[4]["collectives"] = _collectives_of_experts
 results = {False: cached_cases(FAST), True: cached_cases(_cases(is_slow=True))}
 
 
@@ -270,3 +298,13 @@ def test_axes_that_deal_out_whole_matrices_need_no_exchange():
         [4, 2, True],
     ]
     assert results[False](4)["domains"] == [expected] * 4
+
+
+def test_ranks_wait_for_nobody_where_whole_experts_stay():
+    """A step reduces its flag alone; where it pays to balance, norms are reduced, and rows move."""
+    stay, move = (setting.cost_model for setting in reversed(PLAIN))
+    expected = {
+        stay: {"all_reduce": 1, "all_to_all_single": 0},
+        move: {"all_reduce": 2, "all_to_all_single": 2},
+    }
+    assert results[False](4)["collectives"] == [expected] * 4
