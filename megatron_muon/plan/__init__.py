@@ -48,6 +48,7 @@ How a plan is made, once, at construction
 
     for m in matrices:                                  # owners.py
         split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
+    if all matrices have one holder, and balance saves less than 3 collectives: they stay
     capacity = 1.0375 * max(mean load, longest matrix)
     for m in matrices, whole on one rank first, then most owners first, then longest first:
         fits = [r for r in holders of m if load[r] + time of m <= capacity]

@@ -48,12 +48,12 @@ class Engine:
         device: Where messages and stacks are.
         rows_device: Where local rows are, if they are in CPU memory; None for ``device``.
 
-    Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16)
-        and, per bucket, one ``all_to_all_single`` to the owners and one back, of the plan's routes
-        without padding. With replicas there may be several back, to one replica at a time, followed
-        by an ``all_gather_into_tensor`` between replicas if they received anything. Owners of a
-        split matrix also exchange n x n matrices in Newton-Schulz, n the shorter side, as often as
-        their backend says, and all-reduce its norm if rows are sent in fp32.
+    Communication: a step is, per plan with buckets, one all-reduce of 8 bytes a block (if rows are
+        sent in bf16) and, per bucket, one ``all_to_all_single`` to the owners and one back, of the
+        plan's routes without padding. With replicas there may be several back, to one replica at a
+        time, followed by an ``all_gather_into_tensor`` between replicas if they received anything.
+        Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n the shorter side,
+        as often as their backend says, and all-reduce its norm if rows are sent in fp32.
     Memory: ``staging_bytes`` while a step runs, laid out by ``StagingLayout``; beside it the
         workspace of Newton-Schulz for one stack. Between steps the tables of ``RowMoves``.
 

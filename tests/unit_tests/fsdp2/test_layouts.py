@@ -19,7 +19,6 @@ from helpers.fsdp2_models import FSDP2, OTHERS, Sharded, drawn, expert_parallel,
 from helpers.megatron_fsdp import version_1
 from helpers.ranks import cached_cases
 from helpers.whole_matrices import WholeMuon, differences
-
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
