@@ -165,12 +165,13 @@ def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
     script = ROOT / "benchmarks" / "fsdp2_step.py"
     run = launch(2, [*flags, str(path)], script=script).check()
     layouts = json.loads(path.read_text())["layouts"]
-    # Half of 12 x 16 x 16 elements: 2 or 4 bytes there, 2 bytes back. One expert of three moves.
+    # Half of 12 x 16 x 16 elements: 2 or 4 bytes there, 2 bytes back. Experts stay.
     for name, width in (("megatron_muon", 4), ("megatron_muon, fp32 messages", 6)):
-        for layout, num_bytes in (("even", 6 * 16 * 16 * width), ("experts", 16 * 16 * width)):
+        for layout, num_bytes in (("even", 6 * 16 * 16 * width), ("experts", 0)):
             row, adamw = layouts[layout][name], layouts[layout]["AdamW"]
             sent = row["bytes_by_collective"]
             assert sum(sent.values()) - sent["allreduce"] == row["plan_bytes"] == num_bytes
+            assert (row["calls"] == 1) == (num_bytes == 0)
             assert row["update_error"] < 0.05 and adamw["calls"] == 0
             assert row["over_adamw"] == pytest.approx(row["step_ms"] / adamw["step_ms"])
     for rows in layouts.values():
