@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that measure promises of the documents read and judge numbers as they say."""
+
+import json
+from types import SimpleNamespace
+
+import overlap
+import pytest
+from helpers.ranks import ROOT, launch
+from torch.autograd import DeviceType
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def test_overlap_is_the_time_of_messages_under_computation():
+    """Spans that overlap count once, and a message is hidden while anything is computed."""
+    messages = [(10.0, 20.0), (15.0, 30.0), (50.0, 60.0)]
+    # The second one ends inside of the first one, and the last one after all messages.
+    compute = [(0.0, 12.0), (5.0, 8.0), (28.0, 52.0), (58.0, 70.0)]
+    assert overlap.union([*messages, (30.0, 31.0)]) == [(10.0, 31.0), (50.0, 60.0)]
+    assert overlap.length(messages) == 30.0
+    # 2 of the first message, 2 of the second, and 2 at each end of the last.
+    assert overlap.common(messages, compute) == overlap.common(compute, messages) == 8.0
+    found = overlap.figures(overlap.Spans(messages, compute[:1], compute))
+    assert found == {
+        "step_ms": 0.07, "message_ms": 0.03, "hidden_ms": 0.008,
+        "hidden_share": pytest.approx(8 / 30), "exposed_ms": pytest.approx(0.022),
+        "products_ms": 0.012,
+    }  # fmt: skip
+
+
+def test_step_without_messages_has_no_share_that_is_hidden():
+    """A rank alone sends nothing, and a step without events lasts no time."""
+    found = overlap.figures(overlap.Spans([], [(0.0, 1000.0)], [(0.0, 1000.0)]))
+    assert (found["message_ms"], found["hidden_share"], found["step_ms"]) == (0.0, None, 1.0)
+    assert overlap.figures(overlap.Spans([], [], []))["step_ms"] == 0.0
+
+
+def _event(name: str, begin: float, *, on_gpu: bool, is_range: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=begin, end=begin + 1),
+        device_type=DeviceType.CUDA if on_gpu else DeviceType.CPU,
+        is_user_annotation=is_range,
+    )
+
+
+def test_kernels_of_a_gpu_are_sorted_by_name():
+    """Kernels of NCCL are messages; copies, and ranges drawn over kernels, are nothing."""
+    names = [
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT",
+        "_move",
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+    ]
+    events = [_event(name, 10.0 * i, on_gpu=True) for i, name in enumerate(names)]
+    events += [_event("Muon.orthogonalize", 90.0, on_gpu=True, is_range=True)]
+    events += [_event("nccl:all_to_all", 90.0, on_gpu=True)]
+    events += [_event("aten::mm", 90.0, on_gpu=False)]
+    found = overlap.spans_of(events, on_gpu=True)
+    assert found.messages == [(0.0, 1.0), (10.0, 11.0)]
+    assert found.products == [(20.0, 21.0)]
+    assert found.compute == [(20.0, 21.0), (30.0, 31.0)]
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+def test_overlap_reads_messages_and_products_of_gloo_ranks(tmp_path):
+    """On gloo ranks the profile has messages and products, and hidden time is part of both."""
+    path = tmp_path / "overlap.json"
+    flags = "--hidden 32 --layers 2 --rounds 1 --json".split()
+    launch(2, [*flags, str(path)], script=BENCHMARKS / "overlap.py").check()
+    (found,) = json.loads(path.read_text())["optimizers"].values()
+    assert len(found["ranks"]) == 2
+    for rank in found["ranks"]:
+        assert 0 < rank["message_ms"] and 0 < rank["products_ms"] < rank["step_ms"]
+        assert 0 <= rank["hidden_share"] <= 1
+        assert rank["hidden_ms"] + rank["exposed_ms"] == pytest.approx(rank["message_ms"])
+    worst = max(found["ranks"], key=lambda rank: rank["exposed_ms"])
+    assert found["worst"] == worst
