@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import overlap
+import peak_memory
 import pytest
 from helpers.ranks import ROOT, launch
 from torch.autograd import DeviceType
@@ -76,8 +77,39 @@ def test_overlap_reads_messages_and_products_of_gloo_ranks(tmp_path):
     (found,) = json.loads(path.read_text())["optimizers"].values()
     assert len(found["ranks"]) == 2
     for rank in found["ranks"]:
-        assert 0 < rank["message_ms"] and 0 < rank["products_ms"] < rank["step_ms"]
+        assert rank["message_ms"] > 0 and 0 < rank["products_ms"] < rank["step_ms"]
         assert 0 <= rank["hidden_share"] <= 1
         assert rank["hidden_ms"] + rank["exposed_ms"] == pytest.approx(rank["message_ms"])
     worst = max(found["ranks"], key=lambda rank: rank["exposed_ms"])
     assert found["worst"] == worst
+
+
+def test_peak_is_the_largest_sum_of_allocations_and_releases():
+    """The peak counts what is there at once, and nothing that was released before."""
+    assert peak_memory.growth_of(iter([100, 50, -100, 30, -80, 20])) == (150, 20)
+    assert peak_memory.growth_of(iter([-40, 30])) == (0, -10)
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+def test_peak_memory_finds_states_and_temporaries_to_the_byte(tmp_path):
+    """States and AdamW's temporaries are as large as the shards say, and no step exceeds a plan."""
+    path = tmp_path / "memory.json"
+    flags = "--hidden 64 --layers 2 --json".split()
+    launch(2, [*flags, str(path)], script=BENCHMARKS / "peak_memory.py").check()
+    rows = {row["optimizer"]: row for row in json.loads(path.read_text())["rows"]}
+    # Rows divide by two ranks.
+    matrices, embedding = 2 * 12 * 64**2 // 2, peak_memory.VOCAB * 64 // 2
+    kept = {
+        "Megatron-FSDP, Muon": 4 * matrices,
+        "fsdp2.Muon": 4 * matrices,
+        "fsdp2.MuonAdamW": 4 * matrices + 8 * embedding,
+        "torch.optim.AdamW": 8 * (matrices + embedding),
+    }
+    for name, expected in kept.items():
+        # Beside them numbers of steps, and small tables.
+        assert 0 <= rows[name]["kept_bytes"] - expected < 0.05 * expected, rows[name]
+        assert rows[name]["holds"]
+        assert rows[name]["peak_bytes"] >= rows[name]["planned_bytes"] > 0
+    adamw = rows["torch.optim.AdamW"]
+    assert 0 <= adamw["peak_bytes"] - 4 * (matrices + embedding) < 10_000
