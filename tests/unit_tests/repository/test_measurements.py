@@ -3,11 +3,16 @@
 """The commands that measure promises of the documents read and judge numbers as they say."""
 
 import json
+import math
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import overlap
+import parity
 import peak_memory
 import pytest
+from helpers.commands import train_forked
 from helpers.ranks import ROOT, launch
 from torch.autograd import DeviceType
 
@@ -113,3 +118,65 @@ def test_peak_memory_finds_states_and_temporaries_to_the_byte(tmp_path):
         assert rows[name]["peak_bytes"] >= rows[name]["planned_bytes"] > 0
     adamw = rows["torch.optim.AdamW"]
     assert 0 <= adamw["peak_bytes"] - 4 * (matrices + embedding) < 10_000
+
+
+DDP = [4.0, 3.9, 3.8, 3.7]
+
+
+def _judged(fsdp: list[float], noise: float, *, is_exact: bool = False) -> dict[str, Any]:
+    others = [loss * (1 + noise) for loss in DDP]
+    return parity.judge({"ddp": DDP, "fsdp": fsdp}, others, is_exact=is_exact)
+
+
+def test_parity_allows_what_ddp_runs_differ_by():
+    """A difference within three times the noise holds, and a larger one fails."""
+    close, far = [loss * (1 + 2.9e-4) for loss in DDP], [loss * (1 + 3.2e-4) for loss in DDP]
+    row = _judged(close, 1e-4)
+    assert row["holds"] and not row["equal"] and row["iterations"] == 4
+    assert row["relative"] == pytest.approx(2.9e-4) and row["noise"] == pytest.approx(1e-4)
+    assert row["tolerance"] == {"atol": 0.0, "rtol": pytest.approx(3e-4)}
+    assert row["largest_difference"] == pytest.approx(4 * 2.9e-4)
+    assert not _judged(far, 1e-4)["holds"]
+    # Without noise a few units in the last place are allowed, unless losses must be equal.
+    last_place = [*DDP[:3], DDP[3] * (1 + 4e-7)]
+    assert _judged(last_place, 0.0)["holds"]
+    assert not _judged(last_place, 0.0, is_exact=True)["holds"]
+    assert _judged(DDP, 0.0, is_exact=True)["equal"]
+
+
+def test_parity_fails_for_losses_that_do_not_decrease_or_are_not_finite():
+    """Equal losses of runs that do not learn show nothing."""
+    flat = [4.0] * 4
+    assert not parity.judge({"ddp": flat, "fsdp": flat}, flat, is_exact=False)["holds"]
+    row = _judged([*DDP[:2], math.nan, DDP[3]], 1.0)
+    assert not row["holds"] and row["relative"] == math.inf
+
+
+def test_noise_of_later_iterations_does_not_excuse_early_ones():
+    """The tolerance of an iteration is that of the noise until shortly after it."""
+    ddp = [4.0 - 0.01 * i for i in range(30)]
+    noise = [*ddp[:20], *(loss * 1.01 for loss in ddp[20:])]
+    early, late = ddp.copy(), ddp.copy()
+    early[3] *= 1.001
+    late[25] *= 1.001
+    judged = [
+        parity.judge({"ddp": ddp, "fsdp": fsdp}, noise, is_exact=False) for fsdp in (early, late)
+    ]
+    assert [row["holds"] for row in judged] == [False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+def test_parity_has_a_row_per_case(tmp_path, monkeypatch, capsys):
+    """Losses in fp32 are equal to the bit on two ranks, and a skipped case says why."""
+    path = tmp_path / "parity.json"
+    flags = "--iterations 3 --hidden 32 --layers 1 --cases zero3 hsdp --json".split()
+    monkeypatch.setattr(parity, "train", train_forked)
+    monkeypatch.setattr(sys, "argv", ["parity.py", *flags, str(path)])
+    assert parity.main() == 0
+    cases = json.loads(path.read_text())["cases"]
+    assert cases["zero3"]["equal"] and cases["zero3"]["holds"]
+    assert len(set(cases["zero3"]["losses"]["fsdp"])) == 3
+    assert cases["hsdp"] == {"skipped": "expected an even number of ranks, four or more, got 2"}
+    assert "| hsdp | - |" in capsys.readouterr().out
