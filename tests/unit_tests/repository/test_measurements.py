@@ -4,15 +4,18 @@
 
 import json
 import math
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import killed_rank
 import overlap
 import parity
 import peak_memory
 import pytest
-from helpers.commands import train_forked
+from helpers.commands import run_command, train_forked
 from helpers.ranks import ROOT, launch
 from torch.autograd import DeviceType
 
@@ -180,3 +183,64 @@ def test_parity_has_a_row_per_case(tmp_path, monkeypatch, capsys):
     assert len(set(cases["zero3"]["losses"]["fsdp"])) == 3
     assert cases["hsdp"] == {"skipped": "expected an even number of ranks, four or more, got 2"}
     assert "| hsdp | - |" in capsys.readouterr().out
+
+
+def test_resumed_losses_are_compared_from_the_last_save_on():
+    """A run that resumes elsewhere, ends early or has other losses fails."""
+    expected = {i: 5.0 - i / 10 for i in range(1, killed_rank.LAST + 1)}
+    resumed = {i: expected[i] for i in (5, 6)}
+    found = killed_rank.compare(resumed, expected, is_exact=True)
+    assert found == {"resumed_at": 4, "largest_difference": 0.0, "equal": True, "holds": True}
+    near = resumed | {6: expected[6] * (1 + 1e-4)}
+    verdicts = [killed_rank.compare(near, expected, is_exact=x)["holds"] for x in (False, True)]
+    assert verdicts == [True, False]
+    for wrong in (expected, {5: expected[5]}, resumed | {6: 4.5}, resumed | {6: math.nan}):
+        assert not killed_rank.compare(wrong, expected, is_exact=False)["holds"]
+
+
+def test_killed_run_waits_for_the_end_of_all_ranks(tmp_path):
+    """Time ends with the last rank, and the message has the signal and the others' error."""
+    log = (
+        "[rank0]: Traceback (most recent call last):\n"
+        "[rank0]: RuntimeError: Connection closed by peer\n"
+        "  traceback : Signal 9 (SIGKILL) received by PID 7\n"
+    )
+
+    def train(environment: dict[str, str]) -> None:
+        assert environment[killed_rank.VICTIM] == "1"
+        ranks = [subprocess.Popen("cat", stdin=subprocess.PIPE) for _ in range(2)]
+        for rank, process in enumerate(ranks):
+            (tmp_path / f"pid_{rank}").write_text(str(process.pid))
+        (tmp_path / "log.txt").write_text(log)
+        (tmp_path / "killed").write_text(repr(time.monotonic()))
+        for process in ranks:
+            time.sleep(0.1)
+            process.communicate()
+        raise RuntimeError("exit code 1")
+
+    found = killed_rank.killed_run(2, train, tmp_path)
+    assert found["others_ended"] and found["seconds_until_all_ended"] >= 0.2
+    assert found["seconds_until_command_ended"] >= 0.2
+    message = "Signal 9 (SIGKILL) received by PID 7; RuntimeError: Connection closed by peer"
+    assert found["message"] == message
+
+
+def test_run_that_nothing_kills_is_an_error(tmp_path):
+    """A run that ends well, or by another error, is no measurement."""
+    with pytest.raises(RuntimeError, match="got one that ended well"):
+        killed_rank.killed_run(2, lambda environment: None, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+def test_killed_rank_ends_the_job_and_the_command_resumes(tmp_path):
+    """The other rank ends when its peer is killed, and the command resumes to the bit."""
+    path = tmp_path / "killed.json"
+    script = str(ROOT / "scripts" / "killed_rank.py")
+    flags = f"--hidden 32 --layers 1 --json {path}".split()
+    done = run_command(sys.executable, script, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    cases = json.loads(path.read_text())["cases"]
+    assert cases["step"]["others_ended"] and "SIGKILL" in cases["step"]["message"]
+    assert cases["restart"]["equal"] and cases["restart"]["resumed_at"] == 4
