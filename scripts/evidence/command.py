@@ -119,7 +119,9 @@ def run_all(
     # In the order of pieces, whatever ran first.
     earlier, evidence.records = evidence.records, {}
     for piece in pieces:
-        evidence.records[piece.name] = earlier.get(piece.name) or Record(NOT_TRIED, "not yet")
+        evidence.records[piece.name] = earlier.get(piece.name) or Record(
+            NOT_TRIED, "has not run yet"
+        )
     for number, piece in enumerate(pieces):
         record, left = evidence.records[piece.name], end - time.monotonic()
         if only and piece.name not in only:

@@ -20,6 +20,8 @@ LIMIT = 3.0
 JSON = "{json}"
 # In a command of several nodes, the port of its ranks.
 PORT = "{port}"
+# For scripts/test.sh.
+_PYTHON = f"MEGATRON_MUON_PYTHON={sys.executable}"
 # Tests of the device, in the order of CONTRIBUTING.md.
 TESTS = "optimizer", "engine", "parity", "model", "fsdp2", "newton_schulz", "training"
 
@@ -50,8 +52,14 @@ class Piece:
     @property
     def shown_command(self) -> str:
         """Command as a user types it in the root of the repository."""
-        words = [word.removeprefix(f"{ROOT}/") for word in self.command]
-        words = [word.replace(sys.executable, "python") for word in words]
+        names = {
+            sys.executable: "python",
+            _PYTHON: "MEGATRON_MUON_PYTHON=python",
+            JSON: f"{self.name}.json",
+            PORT: "PORT",
+        }
+        words = [names.get(word, word) for word in self.command]
+        words = [word.removeprefix(f"{ROOT}/") for word in words]
         return shlex.join(words)
 
 
@@ -98,36 +106,36 @@ class _Script(NamedTuple):
 
 
 def _scripts(machine: Machine, peers: Path | None) -> list[_Script]:
-    local = max(2, machine.ranks_on_node)
+    local = machine.ranks_on_node
     # As many as one card has run (docs/gpus.md), for each of up to 8.
     layers = 2 * min(machine.ranks, 8)
     large, small = f"--hidden 4096 --layers {layers}", "--hidden 32 --layers 2 --rounds 2"
     step = f"--peers {peers} --layouts even" if peers else "--layouts even"
     # An axis of replicas needs another one of shards.
     hybrid = " HSDP" if machine.ranks >= 4 else ""
-    parity, kills = f"--ranks {local} --iterations", "--kills"
+    parity = f"--ranks {local} --iterations"
     return [
         _Script("check", "-m megatron_muon.check", "", 1, "", 2, "ranks"),
         _Script(
             *("step", "benchmarks/fsdp2_step.py"),
             *(f"--hidden 2048 --layers 4 {step} remainders experts tiny{hybrid}", 4),
-            *(f"--hidden 32 --layers 1 --rounds 2 {step} experts", 2, "ranks"),
+            *(f"--hidden 32 --layers 1 --rounds 2 {step} experts", 4, "ranks"),
         ),
         _Script("overlap", "benchmarks/overlap.py", large, 2, small, min_ranks=2),
-        _Script(
-            *("parity", "scripts/parity.py", f"{parity} 200", 10),
-            *(f"{parity} 8 --hidden 32 --layers 2", 8, "process", 2),
-        ),
-        _Script("memory", "benchmarks/peak_memory.py", "", 2, "--hidden 32 --layers 2"),
-        _Script("layer_wise", "benchmarks/optimizer_step.py", large, 3, small),
+        _Script("memory", "benchmarks/peak_memory.py", large, 2, "--hidden 32 --layers 2"),
         _tests("optimizer"),
         _Script(
-            *("killed_rank", "scripts/killed_rank.py", f"--ranks {local}", 4),
-            *(f"--ranks {local}", 4, "helpers"),
+            *("parity", "scripts/parity.py", f"{parity} 200", 10),
+            *(f"{parity} 8 --hidden 32 --layers 2", 8, "process"),
         ),
         _Script(
-            *("killed_save", "tests/functional/kill_saves.py", f"{kills} 4", 5),
-            *(f"{kills} 2", 5, "helpers"),
+            *("killed_rank", "scripts/killed_rank.py", f"--ranks {local}", 4),
+            *(f"--ranks {local}", 4, "process"),
+        ),
+        _Script("layer_wise", "benchmarks/optimizer_step.py", large, 3, small),
+        _Script(
+            *("killed_save", "tests/functional/kill_saves.py", "--kills 4", 5),
+            *("--kills 2", 5, "helpers"),
         ),
         _tests("engine"),
         # The host alone, also where there are GPUs.
@@ -143,12 +151,12 @@ def _scripts(machine: Machine, peers: Path | None) -> list[_Script]:
         _Script(
             *("iterations", "benchmarks/training_step.py"),
             *(f"--ranks {local} --hidden 2048 --layers 4 --passes 2", 8),
-            *(f"--ranks {local} --hidden 32 --layers 1 --iterations 7 --passes 1", 4, "process"),
+            *(f"--ranks {local} --hidden 32 --layers 1 --iterations 7 --passes 1", 6, "process"),
         ),
         *map(_tests, TESTS[2:]),
         _Script(
             *("parity_1000", "scripts/parity.py", f"{parity} 1000", 40, None),
-            *(0, "process", 2),
+            *(0, "process"),
         ),
     ]
 
@@ -159,8 +167,8 @@ _WITHOUT_JSON = "check", "killed_save"
 
 def _tests(name: str) -> _Script:
     flags = f"--device cuda --piece {name} -m 'not slow' -rP"
-    # Tests with several ranks share a card.
-    return _Script(f"tests_{name}", "scripts/test.sh", flags, 8, None, start="bash")
+    # Three minutes on one H200 (docs/gpus.md); they end themselves after eight.
+    return _Script(f"tests_{name}", "scripts/test.sh", flags, 4, None, start="bash")
 
 
 def list_pieces(
@@ -182,7 +190,7 @@ def list_pieces(
         "launcher": (*torchrun, *launcher),
         "process": (python,),
         "helpers": (*device, python),
-        "bash": ("env", f"MEGATRON_MUON_PYTHON={python}", "bash"),
+        "bash": ("env", _PYTHON, "bash"),
     }
     pieces = []
     for script in _scripts(machine, peers):

@@ -16,6 +16,7 @@ class Promise:
     """A sentence of a document that a piece can show to be right or wrong.
 
     Args:
+        subject: What it is about.
         document: Its file.
         sentence: As it stands there.
         piece: The piece that shows it; "" if none does.
@@ -23,6 +24,7 @@ class Promise:
         min_gpus: Fewest GPUs that can show it; 0 if CPU ranks can.
     """
 
+    subject: str
     document: str
     sentence: str
     piece: str
@@ -35,108 +37,128 @@ COMMUNICATION, CHECKPOINTS = "docs/communication.md", "docs/checkpoints.md"
 
 PROMISES = (
     Promise(
+        "bits of a step",
         README,
         "With fp32 messages and one owner per matrix, a step has the bits of Muon on the unsharded"
         " model.",
         *("check", verdicts.bits),
     ),
     Promise(
+        "bits of a step, tests",
         NUMERICS,
         "`test_muon.py` compares parameters and momentum after three steps on 1 to 8 ranks, with"
         " all kinds of shards and shapes",
         *("tests_optimizer", verdicts.tests, 1),
     ),
     Promise(
+        "layouts together, tests",
         README,
         "hybrid sharding, tensor parallelism, expert parallelism and shards of unequal size work"
         " together",
         *("tests_model", verdicts.tests, 1),
     ),
     Promise(
+        "state on other ranks, tests",
         README,
         "Optimizer state of Megatron-FSDP's version 2 loads on other numbers of ranks.",
         *("tests_fsdp2", verdicts.tests, 1),
     ),
-    Promise(NUMERICS, "A run: equal to the rounding of sums", "parity", verdicts.losses),
+    Promise("losses", NUMERICS, "A run: equal to the rounding of sums", "parity", verdicts.losses),
     Promise(
+        "losses of a long run",
         NUMERICS,
         "A run: equal to the rounding of sums",
         *("parity_1000", verdicts.losses, 2),
     ),
     Promise(
+        "messages under products",
         README,
         "Each matrix is orthogonalized once, on one rank, while the next ones are in transit",
         *("overlap", verdicts.overlap, 2),
     ),
     Promise(
+        "peak memory",
         README,
         "The plan of a job tells whether it fits, and the cost of a step, before it is queued",
         *("memory", verdicts.memory),
     ),
     Promise(
+        "memory of states",
         README,
         "4 bytes of state per parameter (Adam: 8)",
         *("step", verdicts.states),
     ),
     Promise(
+        "bytes",
         COMMUNICATION,
         "A matrix of `E` elements, `H` of them on its owners, sends `E - H` elements in the gather"
         " and in the scatter, without padding.",
         *("step", verdicts.sent_bytes),
     ),
     Promise(
+        "updates of peers",
         PERFORMANCE,
         "First updates of all agree within 0.04 of their norm in fp32",
         *("step", verdicts.updates),
     ),
     Promise(
+        "launches",
         PERFORMANCE,
         "| Llama-3-8B, 64 | 1.8 | 2.2 | 5.0 | 30 |",
         *("host", verdicts.launches),
     ),
     Promise(
+        "upstream's layer-wise Muon",
         PERFORMANCE,
         "`owner` is 4.2 times faster than an all-gather of every matrix",
         *("layer_wise", verdicts.layer_wise, 2),
     ),
     Promise(
+        "torch.optim.Muon",
         "docs/peers.md",
         "every matrix on every rank; 14 to 18 times the bytes above",
         *("step", verdicts.beside("torch.optim.Muon", is_faster=False), 2),
     ),
     Promise(
+        "dion",
         "docs/peers.md",
         "3.4 times faster on 600 matrices of 16 x 16 (two CPU ranks), and faster on six experts",
         *("step", verdicts.beside("dion", is_faster=True), 2),
     ),
     Promise(
+        "DistMuon",
         "docs/peers.md",
         "two collectives a step where this package has four to seven; a step takes 0.73 to 0.92 of"
         " the time (four CPU ranks)",
         *("step", verdicts.beside("DistMuon", is_faster=True), 2),
     ),
     Promise(
+        "rates",
         PERFORMANCE,
         "Rates of Newton-Schulz were measured on an H200",
         *("check", verdicts.rates, 1),
     ),
     Promise(
+        "a killed rank",
         COMMUNICATION,
         "torchrun ends the others, and shows the first traceback.",
-        *("killed_rank", verdicts.killed_rank("step")),
+        *("killed_rank", verdicts.killed_rank),
     ),
     Promise(
+        "a restart",
         CHECKPOINTS,
         "On the same ranks losses, weights and state of a resumed run have the bits of an"
         " uninterrupted run",
-        *("killed_rank", verdicts.killed_rank("restart")),
+        *("killed_rank", verdicts.restart),
     ),
     Promise(
+        "a killed save",
         CHECKPOINTS,
         "compare the resumed run with one without a fault, bit for bit",
         *("killed_save", verdicts.killed_save),
     ),
     Promise(
+        "share of an iteration",
         README,
         "the step is 0.3 % of an iteration of 4 M tokens, by estimate",
         *("", verdicts.unmeasured, 64),

@@ -35,7 +35,12 @@ def write(evidence: Evidence, folder: Path) -> bool:
     """Write ``report.md``, ``evidence.json`` and pictures; return whether nothing failed."""
     verdicts = judge_all(evidence, folder)
     found = [
-        {"document": promise.document, "sentence": promise.sentence, **verdict._asdict()}
+        {
+            "subject": promise.subject,
+            "document": promise.document,
+            "sentence": promise.sentence,
+            **verdict._asdict(),
+        }
         for promise, verdict in zip(PROMISES, verdicts, strict=True)
     ]
     evidence.store(folder, found)
@@ -72,10 +77,11 @@ def _promises(verdicts: Sequence[Verdict]) -> Iterator[str]:
     counts = Counter(verdict.verdict for verdict in verdicts)
     yield f"## Promises: {', '.join(f'{count} {name}' for name, count in counts.items())}"
     yield ""
-    yield "| promise | where | verdict | found |"
+    yield "| of | verdict | found | promise |"
     yield "| --- | --- | --- | --- |"
     for promise, verdict in zip(PROMISES, verdicts, strict=True):
-        cells = [promise.sentence, promise.document, f"**{verdict.verdict}**", verdict.reason]
+        place = f"{promise.document}: {promise.sentence}"
+        cells = [promise.subject, f"**{verdict.verdict}**", verdict.reason, place]
         yield f"| {' | '.join(_cell(cell) for cell in cells)} |"
     yield ""
 

@@ -113,6 +113,8 @@ def overlap(results: Results) -> Verdict:
 
 def sent_bytes(results: Results) -> Verdict:
     """Steps send the bytes of their plans, in every layout."""
+    if results.machine.ranks == 1:
+        raise NothingFoundError("one rank sends nothing")
     pairs = {}
     for layout, rows in results.data("layouts").items():
         for name, row in rows.items():
@@ -211,15 +213,24 @@ def launches(results: Results) -> Verdict:
     return _verdict(launches <= _MOST_LAUNCHES, f"{launches} launches")
 
 
-def killed_rank(case: str) -> Callable[[Results], Verdict]:
-    """A case of ``scripts/killed_rank.py`` holds."""
+def killed_rank(results: Results) -> Verdict:
+    """No rank outlived a killed one, and torchrun named its signal."""
+    if results.machine.ranks_on_node == 1:
+        raise NothingFoundError("one rank has no others")
+    row = results.data("cases", "step")
+    if "error" in row:
+        return Verdict(FAILS, row["error"].splitlines()[0])
+    if not row["others_ended"]:
+        return Verdict(FAILS, "ranks were left")
+    text = f"all ended after {row['seconds_until_all_ended']:.1f} s: {row['message']}"
+    return _verdict(bool(row["message"]), text)
 
-    def judge(results: Results) -> Verdict:
-        row = results.data("cases", case)
-        texts = [f"{name}: {value}" for name, value in row.items() if name != "holds"]
-        return _verdict(bool(row["holds"]), ", ".join(texts))
 
-    return judge
+def restart(results: Results) -> Verdict:
+    """A run that a killed rank ended went on from its last save with the same losses."""
+    row = results.data("cases", "restart")
+    equal = "equal losses" if row["equal"] else f"losses differ by {row['largest_difference']:.1e}"
+    return _verdict(row["holds"], f"{equal} from iteration {row['resumed_at']} on")
 
 
 def killed_save(results: Results) -> Verdict:

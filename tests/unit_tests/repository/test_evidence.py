@@ -51,6 +51,12 @@ def _memory(holds: bool) -> dict[str, Any]:
     return {"rows": [{"optimizer": "Muon", "peak_bytes": 5, "planned_bytes": 6, "holds": holds}]}
 
 
+def _killed(**changes: Any) -> dict[str, Any]:
+    row = {"others_ended": True, "seconds_until_all_ended": 1.0, "message": "Signal 9"}
+    row |= {"holds": True, "equal": True, "resumed_at": 4, "largest_difference": 0.5, **changes}
+    return {"cases": {"step": row, "restart": row}}
+
+
 BITS, RATES = "step of Muon, fp32 messages ... PASS: ", "TFLOP/s by side 64: 9, 128: "
 KILLED = "| synchronous | rank 0 killed in save 3 | 2 | [-9, 1] |"
 CASES = [
@@ -105,10 +111,12 @@ CASES = [
         )
         for n, v in ((20, HOLDS), (21, FAILS))
     ),
-    *(
-        (verdicts.killed_rank("step"), _results({"cases": {"step": {"holds": holds}}}), v)
-        for holds, v in ((True, HOLDS), (False, FAILS))
-    ),
+    (verdicts.killed_rank, _results(_killed()), HOLDS),
+    (verdicts.killed_rank, _results(_killed(others_ended=False)), FAILS),
+    (verdicts.killed_rank, _results(_killed(message="")), FAILS),
+    (verdicts.killed_rank, _results({"cases": {"step": {"error": "a run failed"}}}), FAILS),
+    (verdicts.restart, _results(_killed()), HOLDS),
+    (verdicts.restart, _results(_killed(holds=False, equal=False)), FAILS),
 ]
 
 
@@ -311,5 +319,5 @@ def test_script_reports_on_cpu_ranks(tmp_path):
     done = run_command("bash", script, *flags, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "**holds** | equal bits |" in text and "rates: " in text
+    assert "| bits of a step | **holds** | equal bits |" in text and "rates: " in text
     assert "needs a GPU, these are CPU ranks" in text
