@@ -29,7 +29,7 @@ from evidence.records import (
     resume,
 )
 
-# Ranks of a node that ends late hold up the next piece.
+# For another node to end its processes, and to say so.
 _OTHER_NODES_S = 60.0
 
 
@@ -44,7 +44,8 @@ class Runner:
 
     def __init__(self, folder: Path, place: Place, lines: Sequence[Line]) -> None:
         self.folder, self._place, self._lines = folder, place, lines
-        self.mark = f"{folder.resolve()} node {place.rank}"
+        self.mark = f"{folder} node {place.rank}"
+        self._has_lost_a_node = False
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._variables = {
             # As docs/gpus.md advises.
@@ -57,12 +58,14 @@ class Runner:
     def run(self, piece: Piece, number: int, seconds: float) -> Record:
         """Run a piece for some time at most, and return its result."""
         others = self._lines if piece.spans_nodes else ()
+        if others and self._has_lost_a_node:
+            return Record(NOT_TRIED, "another node is gone")
         for line in others:
             line.send({"piece": piece.name, "seconds": seconds})
         record = self.run_here(piece, number, seconds)
-        lost = [n for n, line in enumerate(others, 1) if line.receive(_OTHER_NODES_S) is None]
-        if lost:
-            raise RuntimeError(f"{piece.name}: expected all nodes to end it, got no word of {lost}")
+        wait_s = seconds - record.seconds + _OTHER_NODES_S
+        if any(line.receive(wait_s) is None for line in others):
+            self._has_lost_a_node = True
         return record
 
     def run_here(self, piece: Piece, number: int, seconds: float) -> Record:
@@ -181,7 +184,8 @@ def main(
         if unknown:
             names = ", ".join(piece.name for piece in pieces)
             parser.error(f"--only: expected names of {names}; got {', '.join(sorted(unknown))}")
-        folder = options.out or ROOT / "evidence_output" / machine.folder_name
+        # Pieces run in the root of the repository.
+        folder = (options.out or ROOT / "evidence_output" / machine.folder_name).resolve()
         with locked(folder, place.rank):
             runner = Runner(folder, place, connect(place, machine.identity))
             # Of a call that was killed.
@@ -195,6 +199,9 @@ def main(
             is_well = run_all(runner, evidence, pieces, options.minutes, options.only)
             print(f"report: {folder / 'report.md'}")
             return int(not is_well)
+    except KeyboardInterrupt:
+        print("evidence: interrupted; the same command goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (RuntimeError, ValueError) as error:
         print(f"evidence: {error}", file=sys.stderr)
         return 1

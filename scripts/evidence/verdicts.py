@@ -84,7 +84,8 @@ def bits(results: Results) -> Verdict:
 def tests(results: Results) -> Verdict:
     """Tests of a piece passed, none failed."""
     summary = _found(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s", results)[1]
-    return _verdict(results.record.verdict == PASSED and "passed" in summary, summary)
+    cut = "; some had no time" if "no time is left in this piece" in results.log else ""
+    return _verdict(results.record.verdict == PASSED and "passed" in summary, summary + cut)
 
 
 def losses(results: Results) -> Verdict:
@@ -145,8 +146,8 @@ def updates(results: Results) -> Verdict:
         f"{name}, {layout}": row["update_error"]
         for layout, rows in results.data("layouts").items()
         for name, row in rows.items()
-        # dion scales wide matrices otherwise (docs/performance.md).
-        if "update_error" in row and name not in ("dion", "megatron_muon, fp32 messages")
+        # dion scales wide matrices otherwise; the documented comparison has no tiny ones.
+        if "update_error" in row and name != "dion" and layout != "tiny"
     }
     worst = max(errors, key=lambda name: errors[name])
     text = f"at most {errors[worst]:.3f} of the norm ({worst})"

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 from evidence import promises, report, verdicts
+from evidence.command import Runner
 from evidence.machine import Machine
-from evidence.pieces import list_pieces
+from evidence.nodes import Line, Place
+from evidence.pieces import Piece, list_pieces
 from evidence.promises import PROMISES
 from evidence.records import FAILED, NOT_TRIED, PASSED, Evidence, Record
 from evidence.verdicts import FAILS, HOLDS, Results
@@ -196,6 +198,16 @@ def test_pieces_name_files_that_exist(gpus, nodes):
     by_name = {piece.name: piece for piece in list_pieces(machine)}
     assert bool(by_name["overlap"].missing) == (gpus == 1)
     assert by_name["device"].missing == ("" if gpus else "no GPU")
+
+
+def test_lost_node_leaves_the_pieces_of_one_node(tmp_path):
+    """After a node is gone, pieces that span nodes are not tried, and all others run."""
+    here, there = socket.socketpair()
+    runner = Runner(tmp_path, Place(2, 0, "here", 1), [Line(here)])
+    there.close()
+    spanning, alone = (Piece("p", ("true",), 1, spans_nodes=spans) for spans in (True, False))
+    found = [runner.run(piece, 0, 10).verdict for piece in (spanning, spanning, alone)]
+    assert found == [PASSED, NOT_TRIED, PASSED]
 
 
 PIECES = """
