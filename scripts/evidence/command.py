@@ -157,7 +157,7 @@ def main(
     arguments: Sequence[str] | None = None,
     pieces_of: Callable[[Machine, tuple[str, ...], Path | None], list[Piece]] = list_pieces,
 ) -> int:
-    """Run pieces and report; the exit status is 1 if a piece or a promise fails.
+    """Run pieces and report; return 1 if a piece or a promise of this package fails.
 
     Args:
         arguments: Of the command line.

@@ -50,8 +50,10 @@ def write(evidence: Evidence, folder: Path) -> bool:
         lines += [f"![Losses under DDP and Megatron-FSDP]({name})", ""]
     lines += tables(evidence, folder, heading="##")
     (folder / "report.md").write_text("\n".join(lines))
-    ran = [record.verdict for record in evidence.records.values()]
-    return set(ran) <= {PASSED, NOT_TRIED} and all(v.verdict != FAILS for v in verdicts)
+    pairs = zip(PROMISES, verdicts, strict=True)
+    broken = [p for p, verdict in pairs if verdict.verdict == FAILS and not p.is_fact]
+    ran = {record.verdict for record in evidence.records.values()}
+    return not broken and ran <= {PASSED, NOT_TRIED}
 
 
 def _head(evidence: Evidence) -> Iterator[str]:

@@ -165,6 +165,17 @@ def test_peer_that_is_not_there_is_not_judged(tmp_path):
         verdicts.beside("DistMuon", is_faster=True)(_results(_step()))
 
 
+@pytest.mark.parametrize("is_well", [True, False])
+def test_broken_promise_fails_the_run_and_a_faster_peer_does_not(is_well, tmp_path):
+    """A run fails by a promise of this package, and not by a peer that wins or loses."""
+    data = _step(plan_bytes=100 if is_well else 101)
+    data["layouts"]["even"]["dion"]["over_ours"] = 7.0
+    evidence = _evidence({"step": Record(PASSED, data=data)}, 2)
+    assert report.write(evidence, tmp_path) == is_well
+    text = (tmp_path / "report.md").read_text()
+    assert "| dion | **fails** |" in text and ("| bytes | **fails** |" in text) != is_well
+
+
 def test_promises_stand_in_their_documents():
     """Every promise is a sentence of its document, and a piece shows it, if any."""
     names = {piece.name for piece in list_pieces(_machine())}
