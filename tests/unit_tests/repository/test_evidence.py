@@ -170,8 +170,10 @@ def test_broken_promise_fails_the_run_and_a_faster_peer_does_not(is_well, tmp_pa
     """A run fails by a promise of this package, and not by a peer that wins or loses."""
     data = _step(plan_bytes=100 if is_well else 101)
     data["layouts"]["even"]["dion"]["over_ours"] = 7.0
-    evidence = _evidence({"step": Record(PASSED, data=data)}, 2)
-    assert report.write(evidence, tmp_path) == is_well
+    losses = _parity(losses={"ddp": [3.0, 2.5], "fsdp": [3.0, 2.6]})
+    records = {"step": Record(PASSED, data=data), "parity": Record(PASSED, data=losses)}
+    assert report.write(_evidence(records, 2), tmp_path) == is_well
+    assert (tmp_path / "parity.svg").read_text().count("<polyline") == 2
     text = (tmp_path / "report.md").read_text()
     assert "| dion | **fails** |" in text and ("| bytes | **fails** |" in text) != is_well
 
