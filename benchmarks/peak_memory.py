@@ -12,11 +12,13 @@ planned   Memory that ``MatrixStep.reserve()`` takes before ranks agree to step:
           (``staging_bytes``), results where they do not overwrite gradients, float32 momentum, and
           the largest of the temporaries of Newton-Schulz and of AdamW. For AdamW alone the
           temporaries that this package expects of it. See docs/communication.md#memory.
+used      Largest growth within a third step, which reserves no temporaries before it needs them
 ========  ==========================================================================================
 
 A peak above the plan, by more than ``SLACK``, could run out of memory after ranks have agreed. The
 table names the rank that is the furthest above its plan; the command ends with 1 if one is above.
-The reservation is a part of the step, so that the peak is at least the plan.
+The reservation is a part of the step, so that the peak is at least the plan; the memory that was
+used shows how tight the plan is.
 
 On a GPU the figures are of torch's allocator, which rounds up each tensor to 512 bytes. On CPU
 ranks they are exact: the profiler's record of every allocation and release of torch. Buffers of
@@ -84,10 +86,16 @@ def grown(device: torch.device, found: list[Growth]) -> Iterator[None]:
 
 
 class Plan:
-    """Records what ``MatrixStep.reserve()`` takes, while it is the method."""
+    """Records what ``MatrixStep.reserve()`` takes, while it is the method.
+
+    Attributes:
+        num_bytes: The plan; None for an optimizer that reserves nothing.
+        without_temporaries: Whether to reserve no temporaries, so that a step shows its own.
+    """
 
     def __init__(self) -> None:
         self.num_bytes: int | None = None
+        self.without_temporaries = False
 
     def recording(self) -> Any:
         """Return a context in which reservations are recorded."""
@@ -98,9 +106,13 @@ class Plan:
 
         def reserve(step: Any, others: Any = NOTHING) -> None:
             """Reserve, and add up what that is."""
-            original(step, others)
             engine = step.engine
-            temporaries = max(others.temporaries, engine._workspace_bytes)
+            workspace = engine._workspace_bytes
+            if self.without_temporaries:
+                engine._workspace_bytes = 0
+            original(step, NOTHING if self.without_temporaries else others)
+            engine._workspace_bytes = workspace
+            temporaries = max(others.temporaries, workspace)
             arenas = step._arena.num_bytes + step.staging._arena.num_bytes
             self.num_bytes = engine.staging_bytes + arenas + others.state + temporaries
 
@@ -184,13 +196,15 @@ def measure(built: Built, device: torch.device) -> dict[str, int]:
         with grown(device, growths):
             step = built.build()
             step()
-        with grown(device, growths):
-            step()
+        for plan.without_temporaries in (False, True):
+            with grown(device, growths):
+                step()
     planned = plan.num_bytes
     if planned is None:
         planned = elementwise_bytes([step.__self__], device).temporaries
     return {
         "peak_bytes": growths[1].peak,
+        "used_bytes": growths[2].peak,
         "planned_bytes": planned,
         "kept_bytes": growths[0].left - built.num_bytes,
     }
@@ -219,9 +233,9 @@ def main() -> int:
     if dist.get_rank() == 0:
         setup = setup_of(options, "hidden", "layers", "precision")
         print(", ".join(f"{key} {value}" for key, value in setup.items()))
-        print("| optimizer | rank | peak MB | planned MB | kept MB | |\n|" + " --- |" * 6)
+        print("| optimizer | rank | peak MB | planned MB | used MB | kept MB | |\n|" + " --- |" * 7)
         for row in rows:
-            keys = "peak_bytes", "planned_bytes", "kept_bytes"
+            keys = "peak_bytes", "planned_bytes", "used_bytes", "kept_bytes"
             cells = " | ".join(f"{row[key] / 1e6:.2f}" for key in keys)
             verdict = "holds" if row["holds"] else "MORE"
             print(f"| {row['optimizer']} | {row['rank']} | {cells} | {verdict} |")

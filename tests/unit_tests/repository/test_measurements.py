@@ -119,6 +119,7 @@ def test_peak_memory_finds_states_and_temporaries_to_the_byte(tmp_path):
         assert 0 <= rows[name]["kept_bytes"] - expected < 0.05 * expected, rows[name]
         assert rows[name]["holds"]
         assert rows[name]["peak_bytes"] >= rows[name]["planned_bytes"] > 0
+        assert 0 < rows[name]["used_bytes"] <= rows[name]["peak_bytes"]
     adamw = rows["torch.optim.AdamW"]
     assert 0 <= adamw["peak_bytes"] - 4 * (matrices + embedding) < 10_000
 
