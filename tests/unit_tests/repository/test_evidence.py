@@ -159,10 +159,19 @@ def test_promise_is_not_tried_where_its_piece_tells_nothing(record, reason, tmp_
     assert verdict == (NOT_TRIED, reason)
 
 
-def test_peer_that_is_not_there_is_not_judged(tmp_path):
-    """A peer that is not installed is neither faster nor slower."""
-    with pytest.raises(verdicts.NothingFoundError, match="DistMuon: no such"):
-        verdicts.beside("DistMuon", is_faster=True)(_results(_step()))
+@pytest.mark.parametrize(
+    ("judge", "data", "reason"),
+    [
+        (verdicts.beside("DistMuon", is_faster=True), _step(), "DistMuon: no such"),
+        (verdicts.restart, _killed(equal=False), "within the rounding"),
+        (verdicts.losses, {"cases": {"hsdp": {"skipped": "two ranks"}}}, "no case ran"),
+        (verdicts.memory, None, "it wrote no rows"),
+    ],
+)
+def test_results_that_do_not_tell_are_not_judged(judge, data, reason):
+    """A peer that is absent is neither faster nor slower, and losses that are near no bits."""
+    with pytest.raises(verdicts.NothingFoundError, match=reason):
+        judge(_results(data))
 
 
 @pytest.mark.parametrize("is_well", [True, False])
