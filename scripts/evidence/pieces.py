@@ -151,7 +151,7 @@ def _scripts(machine: Machine, peers: Path | None) -> list[_Script]:
         ),
         _Script(
             *("iterations", "benchmarks/training_step.py"),
-            *(f"--ranks {local} --hidden 2048 --layers 4 --passes 2", 8),
+            *(f"--ranks {local} --hidden 2048 --layers 4 --passes 1", 8),
             *(f"--ranks {local} --hidden 32 --layers 1 --iterations 7 --passes 1", 6, "process"),
         ),
         *map(_tests, TESTS[2:]),
