@@ -424,8 +424,8 @@ def main() -> int:
         _kernels = bf16_products.install()  # they are restored when it is collected
     device = start_ranks()
     ranks = dist.get_world_size()
-    if ranks % 2 or options.hidden % ranks:
-        parser.error(f"expected an even number of ranks that divides --hidden, got {ranks}")
+    if (ranks > 1 and ranks % 2) or options.hidden % ranks:
+        parser.error(f"expected 1, or an even number of ranks that divides --hidden, got {ranks}")
     setup = setup_of(options, "hidden", "layers", "rounds")
     is_first = dist.get_rank() == 0
     if is_first:

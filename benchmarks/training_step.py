@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from gpt_flags import FSDP, MUON, SMALL_GPT
 from launched_run import TrainingLog, settled_median, train
+from parity import uses_gpus
 
 from megatron_muon.mcore.checkpoint_folders import find_checkpoint
 from megatron_muon.mcore.checkpoint_reading import read_checkpoint
@@ -51,7 +52,8 @@ def run(options: argparse.Namespace, flags: str, iterations: int) -> TrainingLog
         f" --ffn-hidden-size {3 * options.hidden} --global-batch-size {options.ranks}"
         f" --train-iters {iterations} --eval-interval 100000"
     )
-    return train(options.ranks, f"{COMMON} {flags} {sizes}".split())
+    flags = f"{COMMON} {flags} {sizes}"
+    return train(options.ranks, flags.split(), on_cpu=not uses_gpus(options.ranks))
 
 
 def measure_steps(options: argparse.Namespace, flags: str) -> dict[str, float]:

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 # Distinguishable for color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 PANELS = ("update_rms", "gradient_norms", "momentum_norms")
@@ -23,6 +21,8 @@ type Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 def read(folder: Path) -> Curves:
     """Return steps and values of the metrics of a run, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder)).Reload()
     return {
         panel: [(event.step, event.value) for event in events.Scalars(f"muon/{panel}")]

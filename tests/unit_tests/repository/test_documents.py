@@ -78,6 +78,9 @@ def test_commands_have_the_flags_that_they_name(document: str, command: str) -> 
         for word in words
         if word.startswith("megatron_muon.")
     }
+    modules |= dict.fromkeys(
+        ("scripts/evidence", "scripts/evidence.sh"), "scripts/evidence/command.py"
+    )
     *_, script = (word for word in words if (ROOT / modules.get(word, word)).is_file())
     source = (ROOT / modules.get(script, script)).read_text()
     options = [word for word in words[words.index(script) :] if word.startswith("--")]
