@@ -90,43 +90,43 @@ class _RankLoads:
         self._load_ns = dict.fromkeys(ranks, 0)
         self._capacity_ns = capacity_ns
         self._received = dict.fromkeys(ranks, 0)  # elements, by owner
-        self._queues: dict[Ranks, list[tuple[int, int]]] = {}
+        self._queues: dict[tuple[Ranks, int], list[tuple[int, Ranks]]] = {}
 
     def assign(self, matrix: MatrixLayout, num_parts: int, part_ns: int) -> Ranks:
         """Choose the owners of a matrix, and add to their loads."""
-        held, ranks = matrix.elements_by_rank, matrix.ranks
-        if num_parts > 1:
-            # Sets tile nodes. Rejected: give ties to the largest holders, which sends at most
-            # 2 % less.
-            owners: Ranks = min(
-                (ranks[i : i + num_parts] for i in range(0, len(ranks) - num_parts + 1, num_parts)),
-                key=lambda owners: (
-                    max(self._load_ns[rank] for rank in owners),
-                    owners,
-                ),
-            )
-        elif fitting := [r for r in held if self._load_ns[r] + part_ns <= self._capacity_ns]:
+        held = matrix.elements_by_rank
+        limit_ns = self._capacity_ns - part_ns
+        fitting = [rank for rank in held if self._load_ns[rank] <= limit_ns]
+        if fitting and num_parts == 1:
             # Few ranks hold the matrices of a shape. If only the rows of this matrix counted, they
             # would all go to the same ranks. Llama-3-70B with 8 tensor-parallel ranks on 128 ranks
             # in two instances: a predicted step of 35 ms, otherwise 75.
-            owners = (min(fitting, key=lambda rank: (self._received[rank] - held[rank], rank)),)
+            best = min(fitting, key=lambda rank: (self._received[rank] - held[rank], rank))
+            owners: Ranks = (best,)
         else:
-            owners = (self._least_loaded(ranks),)
+            owners = self._least_loaded(matrix.ranks, num_parts)
         for rank in owners:
             self._load_ns[rank] += part_ns
             self._received[rank] += (matrix.num_elements - held.get(rank, 0)) // num_parts
         return owners
 
-    def _least_loaded(self, ranks: Ranks) -> int:
-        """Return the rank with the least load so far."""
-        if ranks not in self._queues:
-            self._queues[ranks] = [(self._load_ns[rank], rank) for rank in ranks]
-            heapq.heapify(self._queues[ranks])
-        heap = self._queues[ranks]
+    def _least_loaded(self, ranks: Ranks, num_parts: int) -> Ranks:
+        """Return the consecutive ranks whose longest load so far is the least."""
+        queue = self._queues.get((ranks, num_parts))
+        if queue is None:
+            # Sets tile nodes. Rejected: give ties to the largest holders, which sends at most
+            # 2 % less.
+            firsts = range(0, len(ranks) - num_parts + 1, num_parts)
+            sets = [ranks[first : first + num_parts] for first in firsts]
+            queue = self._queues[ranks, num_parts] = [(self._longest(s), s) for s in sets]
+            heapq.heapify(queue)
         # Loads only grow, so an outdated entry is at the top too early, never too late.
-        while heap[0][0] != (load_ns := self._load_ns[heap[0][1]]):
-            heapq.heapreplace(heap, (load_ns, heap[0][1]))
-        return heap[0][1]
+        while queue[0][0] != (load_ns := self._longest(queue[0][1])):
+            heapq.heapreplace(queue, (load_ns, queue[0][1]))
+        return queue[0][1]
+
+    def _longest(self, ranks: Ranks) -> int:
+        return max(self._load_ns[rank] for rank in ranks)
 
 
 def _choose_parts(

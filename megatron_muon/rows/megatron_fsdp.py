@@ -9,6 +9,7 @@ Of version 2 both generations are read: ``megatron_fsdp.experimental`` and Megat
 
 import functools
 import itertools
+import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_muon.plan.layout import Range, Ranks, holders_of_segments, rows_in_buffer
+from megatron_muon.plan.layout import Box, Range, Ranks, holders_of_segments, rows_in_buffer
 from megatron_muon.runtime.agreement import own_rank
 
 _GROUP = "_mfsdp_parameter_group"
@@ -146,29 +147,31 @@ def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
     return mesh if mesh.size(mesh.ndim - 1) > 1 else None
 
 
-def tensor_shard_rows(param: DTensor) -> dict[int, Range]:
-    """Return the rows of a tensor-parallel shard by rank; ranks without rows are left out.
+def tensor_shard_boxes(param: DTensor) -> dict[int, Box]:
+    """Return the box of a tensor-parallel shard by rank; ranks without rows are left out.
+
+    Layers share their boxes: a buffer over thousands of ranks is visited once.
 
     Raises:
         ValueError: A shard ends inside a row, or this rank holds another segment than expected.
     """
     mesh, placements = tensor_shard_layout(param)
     axes = tuple(axis for axis, placement in enumerate(placements) if placement.is_shard())
-    holders, shape = _holders(mesh, axes), tensor_shard_shape(param)
+    shape = tuple(tensor_shard_shape(param))
     if not axes:
-        return dict.fromkeys(holders[0], (0, shape[0]))
-    if is_of_fsdp_v2(param):
+        size, begin = max(1, math.prod(shape)), 0
+    elif is_of_fsdp_v2(param):
         group, index = place_of(param)
         layout = group.main_weight.layout
         size, begin = layout.size, layout.tensor_to_offset[index]
     else:
-        size, begin = _place_in_v1(param, holders)
-    return rows_in_buffer(holders, size, begin, shape[0], shape[1:].numel())
+        size, begin = _place_in_v1(param, _holders(mesh, axes))
+    return boxes_in_buffer(mesh, axes, size, begin, shape)
 
 
 def own_rows(param: DTensor) -> Range:
-    """Return the rows of ``tensor_shard_rows()`` that this rank holds."""
-    return tensor_shard_rows(param).get(own_rank(), (0, 0))
+    """Return the rows of a tensor-parallel shard that this rank holds."""
+    return tensor_shard_boxes(param).get(own_rank(), ((0, 0),))[0]
 
 
 def shard_group(param: DTensor) -> dist.ProcessGroup | None:
@@ -189,6 +192,17 @@ def shard_group(param: DTensor) -> dist.ProcessGroup | None:
 @functools.lru_cache(maxsize=64)
 def _holders(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[Ranks]:
     return holders_of_segments(mesh.shape, mesh.mesh.flatten().tolist(), axes)
+
+
+# A layer has hundreds of tensors if it has experts.
+@functools.lru_cache(maxsize=1024)
+def boxes_in_buffer(
+    mesh: DeviceMesh, axes: tuple[int, ...], size: int, begin: int, shape: tuple[int, ...]
+) -> dict[int, Box]:
+    """Return boxes by rank of a tensor in a buffer that a mesh shards; see ``rows_in_buffer()``."""
+    num_rows, *others = shape
+    rows = rows_in_buffer(_holders(mesh, axes), size, begin, num_rows, math.prod(others))
+    return {rank: (held, *((0, length) for length in others)) for rank, held in rows.items()}
 
 
 def _group_in_v1(param: Any) -> Any:  # noqa: ANN401

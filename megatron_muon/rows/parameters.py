@@ -19,8 +19,8 @@ from megatron_muon.plan.layout import Box, Ranks, holders_of_segments
 from megatron_muon.rows.megatron_fsdp import (
     is_of_fsdp_v1,
     is_of_fsdp_v2,
+    tensor_shard_boxes,
     tensor_shard_layout,
-    tensor_shard_rows,
     tensor_shard_shape,
 )
 from megatron_muon.runtime.agreement import own_rank
@@ -170,10 +170,8 @@ def tensor_shard_of(parameter: PlannedParameter) -> PlannedParameter:
     if not (is_of_fsdp_v1(param) or is_of_fsdp_v2(param)):
         return parameter
     (mesh, placements), shape = tensor_shard_layout(param), tensor_shard_shape(param)
-    others = whole_box(shape[1:])
-    boxes = {rank: (rows, *others) for rank, rows in tensor_shard_rows(param).items()}
     view = as_dtensor(param._local_tensor, mesh, placements, shape)
-    return replace(parameter, view=view, known_boxes=boxes)
+    return replace(parameter, view=view, known_boxes=tensor_shard_boxes(param))
 
 
 def over_tensor_ranks(

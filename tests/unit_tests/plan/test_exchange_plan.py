@@ -4,6 +4,7 @@
 
 import copy
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from megatron_muon.plan import ExchangePlan
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import layout_entries, staging_problem
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.owners import choose_owners, matrix_ns
+from megatron_muon.plan.owners import _RankLoads, choose_owners, matrix_ns
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.plan.staging import StagingLayout
 
@@ -178,6 +179,18 @@ def test_split_matrices_are_assigned_first():
     with mock.patch("megatron_muon.plan.owners._choose_parts", lambda *_: [1, 1, 8]):
         (first,), (second,), owners = _owners([*small, large])
     assert len(owners) == 8 and not {first, second} & set(owners)
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 9)), max_size=40))
+def test_matrices_without_a_holder_that_fits_go_to_the_least_loaded_ranks(parts):
+    """One, two or four consecutive ranks own a matrix, whose longest load was the least."""
+    loads, load_ns = _RankLoads(range(8), capacity_ns=0), Counter()
+    matrix = one_matrix([8] * 8)
+    for num_parts, part_ns in parts:
+        sets = list(itertools.batched(matrix.ranks, num_parts))
+        expected = min(sets, key=lambda ranks: (max(load_ns[rank] for rank in ranks), ranks))
+        assert loads.assign(matrix, num_parts, part_ns) == expected
+        load_ns.update(dict.fromkeys(expected, part_ns))
 
 
 UNSTACKED = CostModel(stack_tiles=1)

@@ -16,6 +16,7 @@ from counting import OperationCounter
 from helpers.commands import train_forked
 from helpers.ranks import ROOT, launch, run_ranks
 
+from megatron_muon.plan.layout import Splits
 from megatron_muon.tools.plan.model_shape import PRESETS, ModelShape
 
 # What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
@@ -111,6 +112,22 @@ def test_host_time_counts_few_launches(tmp_path):
     assert experts["stacks"] < experts["engine_launches"] <= 66
     assert "| llama3-8b-64 |" in run.outputs[0]
     assert min(value for name, value in dense.items() if name.endswith("_us")) > 0
+
+
+@pytest.mark.slow
+def test_plan_time_plans_the_matrices_of_a_rank(tmp_path):
+    """A rank of a large job plans its experts and the dense matrices."""
+    path = tmp_path / "times.json"
+    flags = ["--jobs", "deepseek-v3-64", "--repeats", "1", "--json", str(path)]
+    run = launch(1, flags, script=ROOT / "benchmarks" / "plan_time.py").check()
+    (job,) = json.loads(path.read_text()).values()
+    model = PRESETS["deepseek-v3"]
+    stages = model.stage(1, 64, Splits())
+    shapes = [parameter.shape for layers in stages for layer in layers for parameter in layer]
+    assert job["matrices"] == sum(len(shape) == 2 for shape in shapes)
+    assert job["all_s"] == pytest.approx(job["boxes_s"] + job["layouts_s"] + job["plan_s"])
+    assert min(job.values()) > 0
+    assert "| deepseek-v3-64 |" in run.outputs[0]
 
 
 def test_counted_operations_are_those_of_a_gpu():

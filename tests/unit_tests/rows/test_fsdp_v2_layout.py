@@ -14,7 +14,7 @@ from helpers.megatron_fsdp import module_of
 from helpers.ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron_muon.rows.megatron_fsdp import tensor_shard_rows
+from megatron_muon.rows.megatron_fsdp import tensor_shard_boxes
 
 pytest.importorskip("hypothesis")  # environments of check_compat.py lack it
 
@@ -73,8 +73,9 @@ def _compare_rows(cases: list[Any]) -> list[Any]:
         found = []
         for param in params:
             param._mfsdp_parameter_group = group
-            rows = tensor_shard_rows(param)
-            found.append([list(rows.get(rank, (0, 0))) for rank in range(math.prod(mesh_shape))])
+            boxes = tensor_shard_boxes(param)
+            ranks = range(math.prod(mesh_shape))
+            found.append([list(boxes.get(rank, ((0, 0),))[0]) for rank in ranks])
         if found != _rows_by_upstream(layout, mesh_shape, sharded):
             different.append([shapes, axes])
     return different
