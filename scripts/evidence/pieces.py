@@ -151,8 +151,8 @@ def _scripts(machine: Machine, peers: Path | None) -> list[_Script]:
         ),
         _Script(
             *("iterations", "benchmarks/training_step.py"),
-            *(f"--ranks {local} --hidden 2048 --layers 4 --passes 1", 8),
-            *(f"--ranks {local} --hidden 32 --layers 1 --iterations 7 --passes 1", 6, "process"),
+            *(f"--ranks {local} --hidden 2048 --layers 4 --passes 1", 14),
+            *(f"--ranks {local} --hidden 32 --layers 1 --iterations 7 --passes 1", 10, "process"),
         ),
         *map(_tests, TESTS[2:]),
         _Script(

@@ -124,14 +124,14 @@ PROMISES = (
     Promise(
         "dion",
         "docs/peers.md",
-        "3.4 times faster on 600 matrices of 16 x 16 (two CPU ranks), and faster on six experts",
+        "faster on 600 matrices of 16 x 16 and on six experts",
         *("step", verdicts.beside("dion", is_faster=True), 2, True),
     ),
     Promise(
         "DistMuon",
         "docs/peers.md",
-        "two collectives a step where this package has four to seven; a step takes 0.73 to 0.92 of"
-        " the time (four CPU ranks)",
+        "two collectives a step where this package has three or four; a step takes 0.78 to 0.95 of"
+        " the time without replicas",
         *("step", verdicts.beside("DistMuon", is_faster=True), 2, True),
     ),
     Promise(
