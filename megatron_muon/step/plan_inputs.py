@@ -111,16 +111,17 @@ def find_plan_inputs(
         has_others or bool(parameters),
     )
     facts = gather_objects(mine)
-    # Before any collective of a plan: a rank that lacks it would never join. A key is hashed once:
-    # it may name thousands of ranks.
-    errors = [
-        f"{planned[0].name}: expected a parameter of its mesh and placements on all "
-        f"{len(key.ranks)} ranks of its mesh, {key.ranks[0]} to {key.ranks[-1]}, got none on ranks "
-        f"{lacking[:8]}"
-        for key, planned in by_key.items()
-        for hashed in [hash(key)]
-        if (lacking := [rank for rank in key.ranks if hashed not in facts[rank].keys])
-    ]
+    # Before any collective of a plan: a rank that lacks it would never join.
+    errors = []
+    for key, planned in by_key.items():
+        # Once: a key may name thousands of ranks.
+        own_hash = hash(key)
+        if lacking := [rank for rank in key.ranks if own_hash not in facts[rank].keys]:
+            errors.append(
+                f"{planned[0].name}: expected a parameter of its mesh and placements on all "
+                f"{len(key.ranks)} ranks of its mesh, {key.ranks[0]} to {key.ranks[-1]}, got none "
+                f"on ranks {lacking[:8]}"
+            )
     raise_where_any_rank_fails(errors, None, device, _ADVICE)
     # Ranks without parameters have nothing to step, and nothing to agree on.
     stepping = tuple(rank for rank, fact in enumerate(facts) if fact.has_any)
