@@ -28,6 +28,7 @@ def entry_of(name: str) -> EmergingOptimizerEntry:
     Raises:
         ValueError: No optimizer has this name.
     """
+    # Megatron refuses a name that its registry lacks, and routes parameters by the entry.
     if name not in _EMERGING_OPTIMIZERS:
         _EMERGING_OPTIMIZERS[name] = EmergingOptimizerEntry(optimizer_cls=registered_class(name))
     return _EMERGING_OPTIMIZERS[name]
@@ -86,11 +87,13 @@ class ShardedMatrices(torch.optim.Optimizer):
         problems = []
         for param in self.params:
             shard = self.tensor_shards[param]
+            # The layout of the buffer tells which rows these are.
             if tuple(param._local_tensor.shape) != shard.local_shape:
                 problems.append(
                     f"{shard.name}: expected a local shard of shape {shard.local_shape}, got "
                     f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
                 )
+            # A step updates main weights in place, in float32.
             if param.dtype != torch.float32:
                 problems.append(
                     f"{shard.name}: expected a float32 main parameter, got {param.dtype}. Use "

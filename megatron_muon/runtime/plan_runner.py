@@ -120,7 +120,7 @@ class PlanRunner:
         self._group, self._replica_group = plan_input.domain.group, plan_input.replica_group
         self._newton_schulz, self._parts_groups = newton_schulz, parts_groups
         self._arena, self._chain, self._tensors, self._shards = arena, chain, tensors, shards
-        # Without buckets all matrices are local: every rank has their norms.
+        # Without buckets all matrices are local: a rank reads no norms but its own.
         group = self._group if plan.buckets else None
         self.norms = BlockNorms(plan, group, tensors.device, tensors.rows_device)
         # Query, key and value have factors of their own.

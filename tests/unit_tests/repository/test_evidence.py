@@ -251,7 +251,7 @@ def pieces(machine, torchrun, peers):
     return [
         counted("first"),
         Piece("fails", (sys.executable, "-c", "print('| a |'); raise SystemExit(3)"), 1),
-        Piece("hangs", hang, 0.05),
+        Piece("hangs", hang, float(os.environ["MINUTES"])),
         counted("everywhere", spans_nodes=True),
         Piece("long", ("true",), 1000),
         Piece("absent", ("true",), 1, "no GPU"),
@@ -279,7 +279,7 @@ def _sleepers() -> list[int]:
 def _start(tmp_path: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
     paths = [str(ROOT / "scripts"), str(ROOT)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
-    env |= {"COUNTS": str(tmp_path / "counts"), "SLEEP": SLEEP}
+    env = {"MINUTES": "0.05", **env, "COUNTS": str(tmp_path / "counts"), "SLEEP": SLEEP}
     command = [sys.executable, "-c", PIECES, "--minutes", "30", *flags]
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -298,7 +298,8 @@ def _wait_for(condition: Any) -> None:
 def test_failed_hanging_and_killed_pieces_are_rows(tmp_path):
     """A piece that fails or hangs is a row, and a run that was killed goes on where it was."""
     folder = tmp_path / "out"
-    first = _start(tmp_path, "--out", str(folder))
+    # Killed before its limit, however slow the machine is.
+    first = _start(tmp_path, "--out", str(folder), MINUTES="9")
     _wait_for(lambda: len(_sleepers()) == 2)
     first.kill()
     first.communicate()

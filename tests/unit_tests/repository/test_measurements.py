@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,14 +76,19 @@ def test_kernels_of_a_gpu_are_sorted_by_name():
     assert found.compute == [(20.0, 21.0), (30.0, 31.0)]
 
 
+def _measured(script: str, flags: str, folder: Path) -> Any:
+    """Run a benchmark on two ranks, and return the figures that it writes."""
+    path = folder / "figures.json"
+    launch(2, [*flags.split(), "--json", str(path)], script=BENCHMARKS / script).check()
+    return json.loads(path.read_text())
+
+
 @pytest.mark.ranks
 @pytest.mark.cpu_only
 def test_overlap_reads_messages_and_products_of_gloo_ranks(tmp_path):
     """On gloo ranks the profile has messages and products, and hidden time is part of both."""
-    path = tmp_path / "overlap.json"
-    flags = "--hidden 32 --layers 2 --rounds 1 --json".split()
-    launch(2, [*flags, str(path)], script=BENCHMARKS / "overlap.py").check()
-    (found,) = json.loads(path.read_text())["optimizers"].values()
+    found = _measured("overlap.py", "--hidden 32 --layers 2 --rounds 1", tmp_path)
+    (found,) = found["optimizers"].values()
     assert len(found["ranks"]) == 2
     for rank in found["ranks"]:
         assert rank["message_ms"] > 0 and 0 < rank["products_ms"] < rank["step_ms"]
@@ -102,10 +108,8 @@ def test_peak_is_the_largest_sum_of_allocations_and_releases():
 @pytest.mark.cpu_only
 def test_peak_memory_finds_states_and_temporaries_to_the_byte(tmp_path):
     """States and AdamW's temporaries are as large as the shards say, and no step exceeds a plan."""
-    path = tmp_path / "memory.json"
-    flags = "--hidden 64 --layers 2 --json".split()
-    launch(2, [*flags, str(path)], script=BENCHMARKS / "peak_memory.py").check()
-    rows = {row["optimizer"]: row for row in json.loads(path.read_text())["rows"]}
+    found = _measured("peak_memory.py", "--hidden 64 --layers 2", tmp_path)
+    rows = {row["optimizer"]: row for row in found["rows"]}
     # Rows divide by two ranks.
     matrices, embedding = 2 * 12 * 64**2 // 2, peak_memory.VOCAB * 64 // 2
     kept = {
@@ -117,8 +121,9 @@ def test_peak_memory_finds_states_and_temporaries_to_the_byte(tmp_path):
     for name, expected in kept.items():
         # Beside them numbers of steps, and small tables.
         assert 0 <= rows[name]["kept_bytes"] - expected < 0.05 * expected, rows[name]
-        assert rows[name]["holds"]
-        assert rows[name]["peak_bytes"] >= rows[name]["planned_bytes"] > 0
+        assert rows[name]["holds"] and rows[name]["planned_bytes"] > 0
+        # Far below the slack that a step of this size may take.
+        assert 0 <= rows[name]["peak_bytes"] - rows[name]["planned_bytes"] < 10_000
         assert 0 < rows[name]["used_bytes"] <= rows[name]["peak_bytes"]
     adamw = rows["torch.optim.AdamW"]
     assert 0 <= adamw["peak_bytes"] - 4 * (matrices + embedding) < 10_000
