@@ -305,7 +305,7 @@ def test_failed_hanging_and_killed_pieces_are_rows(tmp_path):
     first.communicate()
     assert len(_sleepers()) == 2, "the kill leaves them"
     second = _start(tmp_path, "--out", str(folder))
-    output, _ = second.communicate()
+    output, _ = second.communicate(timeout=300)
     assert second.returncode == 1, output
     assert _sleepers() == []
     assert (tmp_path / "counts").read_text() == "first everywhere "
@@ -323,7 +323,7 @@ def test_failed_hanging_and_killed_pieces_are_rows(tmp_path):
     assert all(f"| {name} | {verdict}" in text for name, (verdict, _) in found.items())
     assert "\n| a |\n" in text and "CPU ranks with tiny models" in text
     again = _start(tmp_path, "--out", str(folder), "--only", "first")
-    again.communicate()
+    again.communicate(timeout=300)
     assert (tmp_path / "counts").read_text() == "first everywhere first "
     assert report.tables_of_folders([folder]).startswith("### 2 CPU ranks")
 
